@@ -1,0 +1,1 @@
+"""Numbers computed from posteriors: convergence, comparison, calibration."""

@@ -1,0 +1,1 @@
+"""Roads from a model and data to a `Posterior`; one file for each road."""
