@@ -1,0 +1,169 @@
+"""The `Posterior`: the frozen value in which every road from a model to uncertainty ends."""
+
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from pbnn.errors import FileError
+
+__all__ = ["FORMAT", "Posterior"]
+
+FORMAT = 1
+_TENSOR_FIELDS = ("draws", "deterministic", "stats", "constants", "buffers", "history")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Posterior:
+    """Draws from a posterior, or from an approximation of it, and where they came from.
+
+    Attributes:
+        draws: Latent sites on their own (constrained) support, each `(chain, draw, *site_shape)`.
+        deterministic: `pyro.deterministic` sites of the same draws, each `(chain, draw, *shape)`.
+        stats: One number per draw, each `(chain, draw)`, under ArviZ's names. Always `lp`, the log
+            joint density on the unconstrained space with its Jacobian; guides also `log_q`, the log
+            density of the guide at the same point of the same space.
+        constants: Parameters without a prior, by name, shared by all draws.
+        buffers: Module buffers (running statistics), by name, shared by all draws.
+        method: The road, such as "nuts" or "svi".
+        markov: Whether the draws are Markov chains. Draws of a guide are independent: they are one
+            chain, and R-hat is not computed on them.
+        seconds: Wall time of the fit.
+        approximation: The variational family and its tensors, where there is one:
+            `{"family": str, "tensors": {name: Tensor}, …}`.
+        history: What the fit recorded on its way, by name: for SVI `elbo`, `expected_log_likelihood`
+            and `kl`, one value a step.
+        provenance: Options, seed, versions, device, dtype and notes of the fit; plain JSON values.
+        mask_seed: Seed of the dropout masks, for MC dropout.
+    """
+
+    draws: Mapping[str, Tensor]
+    stats: Mapping[str, Tensor]
+    method: str
+    markov: bool
+    seconds: float
+    deterministic: Mapping[str, Tensor] = field(default_factory=dict)
+    constants: Mapping[str, Tensor] = field(default_factory=dict)
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    approximation: Mapping[str, Any] | None = None
+    history: Mapping[str, Tensor] = field(default_factory=dict)
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    mask_seed: int | None = None
+
+    @property
+    def chains(self) -> int:
+        """Number of chains."""
+        return int(self.stats["lp"].shape[0])
+
+    @property
+    def draws_per_chain(self) -> int:
+        """Number of draws in each chain."""
+        return int(self.stats["lp"].shape[1])
+
+    def flat(self, start: int = 0, stop: int | None = None) -> dict[str, Tensor]:
+        """Return draws `start` to `stop`, chains one after another, each `(draws, *site_shape)`."""
+        return {name: v.flatten(0, 1)[start:stop] for name, v in self.draws.items()}
+
+    def select(
+        self, *, chains: Iterable[int] | None = None, draws: slice | None = None
+    ) -> "Posterior":
+        """Return the same posterior with some of its chains and draws only.
+
+        Args:
+            chains: Indices of the chains to keep; all by default.
+            draws: Slice over the draws of each chain; all by default.
+        """
+        rows = list(range(self.chains)) if chains is None else list(chains)
+        cut = slice(None) if draws is None else draws
+        return dataclasses.replace(
+            self,
+            **{
+                name: {k: v[rows][:, cut] for k, v in getattr(self, name).items()}
+                for name in ("draws", "deterministic", "stats")
+            },
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the posterior to one file that `load` reads without executing anything.
+
+        The file appears under its name only when it is complete.
+
+        Args:
+            path: File name, by custom ending in `.pt`.
+
+        Returns:
+            The path written.
+        """
+        record: dict[str, Any] = {
+            name: {k: v.detach().cpu().contiguous() for k, v in getattr(self, name).items()}
+            for name in _TENSOR_FIELDS
+        }
+        approximation = dict(self.approximation or {})
+        tensors = approximation.pop("tensors", {})
+        record["approximation"] = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
+        record["json"] = json.dumps(
+            {
+                "format": FORMAT,
+                "method": self.method,
+                "markov": self.markov,
+                "seconds": self.seconds,
+                "mask_seed": self.mask_seed,
+                "provenance": dict(self.provenance),
+                "approximation": None if self.approximation is None else approximation,
+            }
+        )
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        os.close(handle)
+        try:
+            torch.save(record, temporary)
+            # A temporary file is private to its owner; the result gets what the umask allows.
+            umask = os.umask(0)
+            os.umask(umask)
+            Path(temporary).chmod(0o666 & ~umask)
+            Path(temporary).replace(path)
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+        return path
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *, mmap: bool = False) -> Self:
+        """Read a posterior that `save` wrote, onto the CPU.
+
+        Args:
+            path: File name.
+            mmap: Map the draws from disk instead of reading them into memory.
+
+        Raises:
+            FileError: The file is missing, is no posterior, or has a format this version cannot read.
+        """
+        path = Path(path)
+        if not path.is_file():
+            raise FileError(f"{path}: no such file; expected a posterior written by Posterior.save")
+        try:
+            record = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+            meta = json.loads(record["json"])
+        except Exception as error:
+            raise FileError(
+                f"{path}: not a posterior written by Posterior.save ({type(error).__name__})"
+            ) from error
+        if meta.pop("format") != FORMAT:
+            raise FileError(
+                f"{path}: written in another format than {FORMAT}; read it with the pbnn that wrote it"
+            )
+        family = meta.pop("approximation")
+        return cls(
+            **{name: record[name] for name in _TENSOR_FIELDS},
+            approximation=None
+            if family is None
+            else {**family, "tensors": record["approximation"]},
+            **meta,
+        )

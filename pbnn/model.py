@@ -1,0 +1,295 @@
+"""Model files and models: load one, move one, run one at given values, and the front door.
+
+The front door (`bind`, and `check_model` for people) is where every fit meets its model and data:
+one verdict for all roads, before any of them starts.
+"""
+
+import copy
+import hashlib
+import importlib.util
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro import poutine
+from pyro.infer.autoguide.initialization import InitMessenger
+from pyro.poutine.messenger import Messenger
+from torch import Tensor, nn
+
+from pbnn.errors import ModelError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["BoundModel", "Site", "bind", "check_model", "isolated", "load_model", "run"]
+
+Model = Callable[..., Any]
+Data = Any  # a tensor, array or frame, or a dict of them
+
+
+def load_model(
+    path: str | os.PathLike[str], in_features: int | None = None, **options: Any
+) -> nn.Module:
+    """Load `class Model` from a model file and build it. The file is code: it is executed.
+
+    Args:
+        path: A Python file that defines `class Model(PyroModule)`.
+        in_features: First argument of `Model`: the number of features of x.
+        **options: Keyword arguments of `Model`.
+
+    Returns:
+        The model; its attribute `pbnn_source` holds the file's name, SHA-256 and the options.
+
+    Raises:
+        ModelError: The file is missing, fails to import, has no `Model`, or refuses the options.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ModelError(f"{path}: no such model file; expected a Python file with `class Model`")
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    spec = importlib.util.spec_from_file_location(f"pbnn_model_{digest[:16]}", path)
+    if spec is None or spec.loader is None:
+        raise ModelError(f"{path}: not a Python file; expected a name ending in .py")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ModelError(f"{path}: failed to import: {type(error).__name__}: {error}") from error
+    factory = getattr(module, "Model", None)
+    if not isinstance(factory, type):
+        raise ModelError(f"{path}: defines no class named Model; write `class Model(PyroModule)`")
+    arguments = options if in_features is None else {"in_features": in_features, **options}
+    try:
+        inspect.signature(factory).bind(**arguments)
+    except TypeError as error:
+        accepted = ", ".join(str(p) for p in inspect.signature(factory).parameters.values())
+        raise ModelError(f"{path}: {error}; Model takes ({accepted})") from error
+    try:
+        model: nn.Module = factory(**arguments)
+    except Exception as error:
+        raise ModelError(
+            f"{path}: Model({arguments}) failed: {type(error).__name__}: {error}"
+        ) from error
+    model.pbnn_source = {"file": path.name, "sha256": digest, "options": arguments}  # type: ignore[assignment]
+    return model
+
+
+@contextmanager
+def isolated(seed: int | None = None, device: torch.device | None = None) -> Iterator[None]:
+    """Run a block that leaves no trace: the global RNGs and Pyro's param store stay as they were.
+
+    Args:
+        seed: Seed of torch's generators inside the block; None keeps their state.
+        device: The CUDA device whose generator the block uses, if any.
+    """
+    devices = [device] if device is not None and device.type == "cuda" else []
+    with (
+        torch.random.fork_rng(devices=devices),
+        pyro.get_param_store().scope(),
+        pyro.settings.context(module_local_params=True),
+    ):
+        if seed is not None:
+            torch.manual_seed(seed)
+        yield
+
+
+def _moved(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """Move all floating tensors inside a prior, in place, and return it."""
+    if isinstance(value, Tensor):
+        return value.to(device=device, dtype=dtype if value.is_floating_point() else None)
+    if isinstance(value, (torch.distributions.Distribution, torch.distributions.Transform)):
+        for name, inner in vars(value).items():
+            value.__dict__[name] = _moved(inner, device, dtype)
+    elif isinstance(value, (list, tuple)):
+        return type(value)(_moved(inner, device, dtype) for inner in value)
+    elif isinstance(value, dict):
+        return {name: _moved(inner, device, dtype) for name, inner in value.items()}
+    return value
+
+
+def _copied(model: Model, device: torch.device, dtype: torch.dtype) -> Model:
+    """Return a copy in eval mode, on one device and dtype, its stored priors with it."""
+    if not isinstance(model, nn.Module):
+        return model
+    model = copy.deepcopy(model).eval().to(device=device, dtype=dtype)
+    for module in model.modules():
+        # `.to()` moves parameters and buffers; priors built at definition time stay behind.
+        for name, prior in vars(module).get("_pyro_samples", {}).items():
+            module.__dict__["_pyro_samples"][name] = _moved(prior, device, dtype)
+    return model
+
+
+class _Given(Messenger):  # type: ignore[misc]
+    """Sets latent sites and params to given values; optionally switches argument checks off.
+
+    Priors built in a model's `__init__` keep their own checks whatever the global switch says, so
+    the checks are cleared on each distribution as it passes.
+    """
+
+    def __init__(
+        self, values: Mapping[str, Tensor], fill: Mapping[str, Tensor], *, checks: bool
+    ) -> None:
+        super().__init__()
+        self.values = values
+        self.fill = fill
+        self.checks = checks
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if not self.checks:
+            _clear_checks(msg["fn"])
+        if msg["is_observed"]:
+            if msg["name"] in self.fill:
+                # A masked NaN has a finite log density but a NaN gradient: put a legal value there.
+                missing = msg["value"].isnan()
+                msg["value"] = msg["value"].masked_fill(missing, self.fill[msg["name"]].item())
+        elif msg["name"] in self.values:
+            msg["value"] = self.values[msg["name"]]
+            msg["done"] = True
+
+    def _pyro_param(self, msg: Any) -> None:
+        if msg["name"] in self.values:
+            msg["value"] = self.values[msg["name"]]
+            msg["done"] = True
+
+
+def _clear_checks(fn: Any) -> None:
+    while isinstance(fn, torch.distributions.Distribution):
+        fn.__dict__["_validate_args"] = False
+        fn = getattr(fn, "base_dist", None)
+
+
+def run(
+    model: Model,
+    values: Mapping[str, Tensor],
+    x: Data,
+    y: Data = None,
+    *,
+    fill: Mapping[str, Tensor] | None = None,
+    checks: bool = False,
+) -> poutine.Trace:
+    """Run the model once at given values of its latent sites and params.
+
+    A pure function of its tensors (apart from sites that are not given, which are sampled), so that
+    it can be mapped over draws by `torch.func.vmap` and traced by `make_fx`.
+
+    Args:
+        model: The model, already in eval mode.
+        values: Values by name, on each site's own support.
+        x: Input, as the model takes it.
+        y: Observations; None samples them.
+        fill: By observed site, the value that takes the place of NaN in y.
+        checks: Whether distributions check their arguments (they read values, so never in a trace).
+
+    Returns:
+        Pyro's trace; f(x) is `trace.nodes["_RETURN"]["value"]`.
+    """
+    with _Given(values, fill or {}, checks=checks):
+        tracer = poutine.trace(model)
+        return tracer.get_trace(x) if y is None else tracer.get_trace(x, y)
+
+
+@dataclass(frozen=True)
+class Site:
+    """One row of the table of sites.
+
+    Attributes:
+        name: Pyro's name of the site; a weight's is its module path.
+        kind: "latent", "observed", "deterministic", "factor" or "constant" (no prior).
+        shape: Shape of one value.
+        prior: The distribution in words, such as "Normal"; empty for constants.
+        support: The support in words, such as "real" or "positive".
+        in_plate: Whether the site lies inside plate `data`.
+        batch_dims: Number of batch dimensions of its log density.
+        row_dim: Dimension (negative) of plate `data` in its log density, where it lies inside.
+    """
+
+    name: str
+    kind: Literal["latent", "observed", "deterministic", "factor", "constant"]
+    shape: tuple[int, ...]
+    prior: str = ""
+    support: str = ""
+    in_plate: bool = False
+    batch_dims: int = 0
+    row_dim: int | None = None
+    discrete: bool = False
+
+    @property
+    def values(self) -> int:
+        """Number of values."""
+        return int(torch.Size(self.shape).numel())
+
+
+@dataclass(frozen=True)
+class BoundModel:
+    """A model that passed the front door together with its data; every fit starts from one.
+
+    Attributes:
+        model: A copy in eval mode, on `device` and in `dtype` (a plain function is used as it is).
+        x: Input tensor, dict of tensors, or None.
+        y: Observations: a tensor, or a dict by site; None before there are any.
+        sites: What the model holds, in the order in which it runs.
+        rows: Number of rows of plate `data`; None for a model without it.
+        fill: By observed site, the legal value that takes the place of a masked NaN.
+        device: Where everything lies.
+        dtype: Floating type of everything.
+    """
+
+    model: Model
+    x: Data
+    y: Data
+    sites: tuple[Site, ...]
+    rows: int | None
+    fill: Mapping[str, Tensor]
+    device: torch.device
+    dtype: torch.dtype
+
+    def named(self, kind: str) -> dict[str, Site]:
+        """Return the sites of one kind, by name."""
+        return {site.name: site for site in self.sites if site.kind == kind}
+
+    def run(self, values: Mapping[str, Tensor], *, checks: bool = False) -> poutine.Trace:
+        """Run the model on its own data at given latent values; see `run`."""
+        return run(self.model, values, self.x, self.y, fill=self.fill, checks=checks)
+
+    @property
+    def dim(self) -> int:
+        """Number of latent values, counted on their own support."""
+        return sum(site.values for site in self.named("latent").values())
+
+    def constants(self) -> dict[str, Tensor]:
+        """Return the parameters without a prior, by name."""
+        if not isinstance(self.model, nn.Module):
+            return {}
+        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Return the module's buffers, by name."""
+        if not isinstance(self.model, nn.Module):
+            return {}
+        return {name: b.detach().clone() for name, b in self.model.named_buffers()}
+
+
+def bind(
+    model: Model,
+    x: Data,
+    y: Data = None,
+    *,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    constants: Mapping[str, Tensor] | None = None,
+    buffers: Mapping[str, Tensor] | None = None,
+) -> BoundModel:
+    """Pass a model and its data through the front door (being written)."""
+    raise NotImplementedError
+
+
+def check_model(model: Model, x: Data, y: Data = None) -> "pd.DataFrame":
+    """Return the table of sites (being written)."""
+    raise NotImplementedError
