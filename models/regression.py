@@ -1,24 +1,23 @@
 """Regression with a multilayer perceptron and one noise scale, learned from the data.
 
     f(x)  = W_L h(… h(W_1 x + b_1) …) + b_L          h = tanh unless changed
-    W_l   ~ Normal(0, weight_scale / sqrt(fan in))    b_l ~ Normal(0, bias_scale)
+    W_l   ~ Normal(0, weight_scale / sqrt(fan in))   b_l ~ Normal(0, bias_scale)
     scale ~ HalfNormal(noise_scale)
     y_n   ~ Normal(f(x_n), scale)
 
 Change: width, depth, activation and the prior scales, by keyword.
-Use another file when the noise depends on x (heteroscedastic.py) or y is a class (classification.py).
+Use heteroscedastic.py when the noise depends on x, classification.py when y is a class.
 """
 
-from collections.abc import Callable
+import itertools
 
 import pyro
 import pyro.distributions as dist
-import torch
 from pyro.nn import PyroModule, PyroSample
 from torch import Tensor, nn
 
 
-class Model(PyroModule):
+class Model(PyroModule):  # type: ignore[misc]
     """Multilayer perceptron with homoscedastic Normal noise.
 
     Args:
@@ -26,8 +25,8 @@ class Model(PyroModule):
         out_features: Number of columns of y; with 1, y has shape `(n,)`.
         hidden: Units in each hidden layer.
         depth: Number of hidden layers.
-        activation: Name of a function in `torch.nn.functional` or `torch`, such as "tanh" or "relu".
-        weight_scale: Prior scale of a weight times sqrt(fan in).
+        activation: Name of a function in `torch.nn.functional`, such as "tanh" or "relu".
+        weight_scale: Prior scale of a weight, times sqrt(fan in).
         bias_scale: Prior scale of a bias.
         noise_scale: Scale of the HalfNormal prior on the noise scale, in units of standardised y.
     """
@@ -45,38 +44,29 @@ class Model(PyroModule):
         noise_scale: float = 1.0,
     ) -> None:
         super().__init__()
-        self.out_features = out_features
-        self.activation: Callable[[Tensor], Tensor] = getattr(torch, activation)
+        self.activation = getattr(nn.functional, activation)
         widths = [in_features, *[hidden] * depth, out_features]
         self.layers = PyroModule[nn.ModuleList](
-            [PyroModule[nn.Linear](a, b) for a, b in zip(widths, widths[1:], strict=False)]
+            PyroModule[nn.Linear](a, b) for a, b in itertools.pairwise(widths)
         )
         for layer in self.layers:
-            fan_in = layer.in_features
-            layer.weight = PyroSample(
-                dist.Normal(0.0, weight_scale / fan_in**0.5)
-                .expand([layer.out_features, fan_in])
-                .to_event(2)
-            )
-            layer.bias = PyroSample(
-                dist.Normal(0.0, bias_scale).expand([layer.out_features]).to_event(1)
-            )
-        self.scale = PyroSample(
-            dist.HalfNormal(noise_scale)
-            if out_features == 1
-            else dist.HalfNormal(noise_scale).expand([out_features]).to_event(1)
-        )
+            a, b = layer.in_features, layer.out_features
+            weight = dist.Normal(0.0, weight_scale / a**0.5)
+            layer.weight = PyroSample(weight.expand([b, a]).to_event(2))
+            layer.bias = PyroSample(dist.Normal(0.0, bias_scale).expand([b]).to_event(1))
+        outputs = [] if out_features == 1 else [out_features]
+        scale = dist.HalfNormal(noise_scale).expand(outputs)
+        self.scale = PyroSample(scale.to_event(len(outputs)))
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
         """Return f(x), of shape `(n,)` or `(n, out_features)`."""
-        *hidden, last = self.layers
         h = x
-        for layer in hidden:
+        for layer in self.layers[:-1]:
             h = self.activation(layer(h))
-        f = last(h)
+        f: Tensor = self.layers[-1](h)
+        if f.shape[-1] == 1:
+            f = f.squeeze(-1)
         scale = self.scale
-        if self.out_features == 1:
-            f, noise = f.squeeze(-1), dist.Normal
         with pyro.plate("data", x.shape[0]):
-            pyro.sample("y", dist.Normal(f, scale), obs=y)
+            pyro.sample("y", dist.Normal(f, scale).to_event(f.ndim - 1), obs=y)
         return f

@@ -1,7 +1,6 @@
-"""Model files and models: load one, move one, run one at given values, and the front door.
+"""Model files and models: load one, copy one, run one at given values, list what it holds.
 
-The front door (`bind`, and `check_model` for people) is where every fit meets its model and data:
-one verdict for all roads, before any of them starts.
+`pbnn.front_door.bind` is where a model meets its data.
 """
 
 import copy
@@ -13,22 +12,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import pyro
-import pyro.distributions as dist
 import torch
 from pyro import poutine
-from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 
 from pbnn.errors import ModelError
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-__all__ = ["BoundModel", "Site", "bind", "check_model", "isolated", "load_model", "run"]
+__all__ = ["BoundModel", "Data", "Model", "Site", "copied", "isolated", "load_model", "run"]
 
 Model = Callable[..., Any]
 Data = Any  # a tensor, array or frame, or a dict of them
@@ -90,11 +84,7 @@ def isolated(seed: int | None = None, device: torch.device | None = None) -> Ite
         device: The CUDA device whose generator the block uses, if any.
     """
     devices = [device] if device is not None and device.type == "cuda" else []
-    with (
-        torch.random.fork_rng(devices=devices),
-        pyro.get_param_store().scope(),
-        pyro.settings.context(module_local_params=True),
-    ):
+    with torch.random.fork_rng(devices=devices), pyro.get_param_store().scope():
         if seed is not None:
             torch.manual_seed(seed)
         yield
@@ -114,7 +104,7 @@ def _moved(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
     return value
 
 
-def _copied(model: Model, device: torch.device, dtype: torch.dtype) -> Model:
+def copied(model: Model, device: torch.device, dtype: torch.dtype) -> Model:
     """Return a copy in eval mode, on one device and dtype, its stored priors with it."""
     if not isinstance(model, nn.Module):
         return model
@@ -205,9 +195,8 @@ class Site:
         shape: Shape of one value.
         prior: The distribution in words, such as "Normal"; empty for constants.
         support: The support in words, such as "real" or "positive".
-        in_plate: Whether the site lies inside plate `data`.
-        batch_dims: Number of batch dimensions of its log density.
-        row_dim: Dimension (negative) of plate `data` in its log density, where it lies inside.
+        row_dim: Dimension (negative) of plate `data` in the site's log density; None outside it.
+        discrete: Whether the support is discrete.
     """
 
     name: str
@@ -215,8 +204,6 @@ class Site:
     shape: tuple[int, ...]
     prior: str = ""
     support: str = ""
-    in_plate: bool = False
-    batch_dims: int = 0
     row_dim: int | None = None
     discrete: bool = False
 
@@ -274,22 +261,3 @@ class BoundModel:
         if not isinstance(self.model, nn.Module):
             return {}
         return {name: b.detach().clone() for name, b in self.model.named_buffers()}
-
-
-def bind(
-    model: Model,
-    x: Data,
-    y: Data = None,
-    *,
-    device: str | torch.device | None = None,
-    dtype: torch.dtype | None = None,
-    constants: Mapping[str, Tensor] | None = None,
-    buffers: Mapping[str, Tensor] | None = None,
-) -> BoundModel:
-    """Pass a model and its data through the front door (being written)."""
-    raise NotImplementedError
-
-
-def check_model(model: Model, x: Data, y: Data = None) -> "pd.DataFrame":
-    """Return the table of sites (being written)."""
-    raise NotImplementedError

@@ -38,8 +38,8 @@ class Posterior:
         seconds: Wall time of the fit.
         approximation: The variational family and its tensors, where there is one:
             `{"family": str, "tensors": {name: Tensor}, …}`.
-        history: What the fit recorded on its way, by name: for SVI `elbo`, `expected_log_likelihood`
-            and `kl`, one value a step.
+        history: What the fit recorded on its way, by name: for SVI `elbo`,
+            `expected_log_likelihood` and `kl`, one value a step.
         provenance: Options, seed, versions, device, dtype and notes of the fit; plain JSON values.
         mask_seed: Seed of the dropout masks, for MC dropout.
     """
@@ -82,12 +82,15 @@ class Posterior:
         """
         rows = list(range(self.chains)) if chains is None else list(chains)
         cut = slice(None) if draws is None else draws
+
+        def kept(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {name: value[rows][:, cut] for name, value in values.items()}
+
         return dataclasses.replace(
             self,
-            **{
-                name: {k: v[rows][:, cut] for k, v in getattr(self, name).items()}
-                for name in ("draws", "deterministic", "stats")
-            },
+            draws=kept(self.draws),
+            deterministic=kept(self.deterministic),
+            stats=kept(self.stats),
         )
 
     def save(self, path: str | os.PathLike[str]) -> Path:
@@ -143,7 +146,8 @@ class Posterior:
             mmap: Map the draws from disk instead of reading them into memory.
 
         Raises:
-            FileError: The file is missing, is no posterior, or has a format this version cannot read.
+            FileError: The file is missing, is no posterior, or has a format this version cannot
+                read.
         """
         path = Path(path)
         if not path.is_file():
@@ -157,7 +161,7 @@ class Posterior:
             ) from error
         if meta.pop("format") != FORMAT:
             raise FileError(
-                f"{path}: written in another format than {FORMAT}; read it with the pbnn that wrote it"
+                f"{path}: its format is not {FORMAT}; read it with the pbnn that wrote it"
             )
         family = meta.pop("approximation")
         return cls(

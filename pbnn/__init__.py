@@ -1,0 +1,57 @@
+"""pbnn: Bayesian neural networks as Pyro models, with SVI and NUTS on one model file.
+
+Names are looked up when they are first used, so that `pbnn --help` answers at once and the ArviZ
+side works without torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from pbnn._version import __version__
+
+if TYPE_CHECKING:
+    from pbnn.evaluate.comparison import compare
+    from pbnn.front_door import check_model
+    from pbnn.infer.nuts import fit_nuts
+    from pbnn.infer.posterior import Posterior
+    from pbnn.infer.svi import fit_svi
+    from pbnn.inference_data import to_inference_data
+    from pbnn.model import load_model
+    from pbnn.predict import log_likelihood, predict, predictive
+
+_HOMES = {
+    "Posterior": "pbnn.infer.posterior",
+    "check_model": "pbnn.front_door",
+    "compare": "pbnn.evaluate.comparison",
+    "fit_nuts": "pbnn.infer.nuts",
+    "fit_svi": "pbnn.infer.svi",
+    "load_model": "pbnn.model",
+    "log_likelihood": "pbnn.predict",
+    "predict": "pbnn.predict",
+    "predictive": "pbnn.predict",
+    "to_inference_data": "pbnn.inference_data",
+}
+
+__all__ = [
+    "Posterior",
+    "__version__",
+    "check_model",
+    "compare",
+    "fit_nuts",
+    "fit_svi",
+    "load_model",
+    "log_likelihood",
+    "predict",
+    "predictive",
+    "to_inference_data",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'pbnn' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
