@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pbnn.infer.svi import fit_svi
     from pbnn.inference_data import to_inference_data
     from pbnn.model import load_model
-    from pbnn.predict import log_likelihood, predict, predictive
+    from pbnn.prediction import log_likelihood, predict, predictive
 
 _HOMES = {
     "Posterior": "pbnn.infer.posterior",
@@ -26,9 +26,9 @@ _HOMES = {
     "fit_nuts": "pbnn.infer.nuts",
     "fit_svi": "pbnn.infer.svi",
     "load_model": "pbnn.model",
-    "log_likelihood": "pbnn.predict",
-    "predict": "pbnn.predict",
-    "predictive": "pbnn.predict",
+    "log_likelihood": "pbnn.prediction",
+    "predict": "pbnn.prediction",
+    "predictive": "pbnn.prediction",
     "to_inference_data": "pbnn.inference_data",
 }
 

@@ -149,8 +149,7 @@ def prepare(
     for name, value in _leaves(y):
         if value.is_floating_point() and value.isinf().any():
             raise DataError(f"y{f'[{name!r}]' if name else ''} is infinite in some row")
-    model = copied(model, where, kind)
-    _load_state(model, {**(constants or {}), **(buffers or {})})
+    model = _with_state(copied(model, where, kind), {**(constants or {}), **(buffers or {})})
     return model, x, y
 
 
@@ -222,14 +221,11 @@ def _placement(
     return where, dtype
 
 
-def _load_state(model: Model, values: Mapping[str, Tensor]) -> None:
-    if not values:
-        return
-    held = (
-        {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        if isinstance(model, nn.Module)
-        else {}
-    )
+def _with_state(model: Model, values: Mapping[str, Tensor]) -> Model:
+    """Set constants and buffers: in a module in place, around a plain function by a handler."""
+    if not isinstance(model, nn.Module):
+        return poutine.substitute(model, data=dict(values)) if values else model
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, value in values.items():
         if name not in held or held[name].shape != value.shape:
             expected = {k: tuple(v.shape) for k, v in held.items()}
@@ -239,6 +235,7 @@ def _load_state(model: Model, values: Mapping[str, Tensor]) -> None:
             )
         with torch.no_grad():
             held[name].copy_(value)
+    return model
 
 
 def _attempt(

@@ -1,6 +1,8 @@
 """The `Posterior`: the frozen value in which every road from a model to uncertainty ends."""
 
 import dataclasses
+import datetime
+import importlib.metadata
 import json
 import os
 import tempfile
@@ -12,9 +14,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from pbnn._version import __version__
 from pbnn.errors import FileError
+from pbnn.model import BoundModel
 
-__all__ = ["FORMAT", "Posterior"]
+__all__ = ["FORMAT", "Posterior", "provenance"]
 
 FORMAT = 1
 _TENSOR_FIELDS = ("draws", "deterministic", "stats", "constants", "buffers", "history")
@@ -171,3 +175,29 @@ class Posterior:
             else {**family, "tensors": record["approximation"]},
             **meta,
         )
+
+
+def provenance(bound: BoundModel, *, seed: int, **options: Any) -> dict[str, Any]:
+    """Return where draws come from, as plain JSON values: the same record for every road.
+
+    Args:
+        bound: The model and data of the fit.
+        seed: Seed of the fit.
+        **options: The road's own options, as plain JSON values.
+    """
+    return {
+        "seed": seed,
+        "options": options,
+        "rows": bound.rows,
+        "observed": list(bound.named("observed")),
+        "model": getattr(bound.model, "pbnn_source", None),
+        "device": str(bound.device),
+        "dtype": str(bound.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "versions": {
+            "pbnn": __version__,
+            "torch": torch.__version__,
+            "pyro": importlib.metadata.version("pyro-ppl"),
+        },
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
