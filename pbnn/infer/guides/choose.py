@@ -1,0 +1,140 @@
+"""From the name or class of a variational family to a guide of a model."""
+
+import inspect
+from typing import Any
+
+import torch
+from pyro.infer.autoguide import (
+    AutoCallable,
+    AutoGuide,
+    AutoLowRankMultivariateNormal,
+    AutoNormal,
+)
+from pyro.nn import PyroParam
+
+from pbnn.errors import FitError
+from pbnn.infer.guides.kronecker import AutoKronecker
+from pbnn.infer.guides.starts import init_to_fan_in
+
+__all__ = ["GUIDES", "AutoLowRank", "make_guide"]
+
+GUIDES = ("normal", "lowrank", "kronecker")
+_DEFAULT_RANK = 10
+_DEFAULT_SCALE = 0.01
+
+
+class AutoLowRank(AutoLowRankMultivariateNormal):
+    """Pyro's AutoLowRankMultivariateNormal with a rank and a start that suit networks.
+
+    Σ = S (I + W Wᵀ) S with S = diag(scale) and W = cov_factor, of `rank` columns.
+
+    Args:
+        model: A Pyro model.
+        init_loc_fn: Initial value of each site.
+        init_scale: Initial marginal standard deviation of each entry.
+        rank: Columns of W; by default 10, or the number of latent values where that is less.
+    """
+
+    rank: int | None
+
+    def __init__(
+        self,
+        model: Any,
+        init_loc_fn: Any = init_to_fan_in,
+        init_scale: float = 0.01,
+        rank: int | None = None,
+    ) -> None:
+        super().__init__(model, init_loc_fn=init_loc_fn, init_scale=init_scale, rank=rank)
+
+    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+        super(AutoLowRankMultivariateNormal, self)._setup_prototype(*args, **kwargs)
+        size: int = self.latent_dim
+        rank = self.rank or min(_DEFAULT_RANK, size)
+        if rank > size:
+            self.prototype_trace = None
+            raise FitError(
+                f"rank {rank} is above the model's {size} latent values; use rank 1 to {size}"
+            )
+        self.rank = rank
+        loc = self._init_loc()
+        # W = 0 is a stationary point in expectation: W begins with half of the variance.
+        factor = torch.randn_like(loc.new_empty(size, rank)) / rank**0.5
+        scale = self._init_scale * (1 + factor.square().sum(-1)).rsqrt()
+        # As PyroParams all three also work under Pyro's setting `module_local_params`.
+        self.loc = PyroParam(loc)
+        self.scale = PyroParam(scale, self.scale_constraint)
+        self.cov_factor = PyroParam(factor)
+
+
+def make_guide(
+    kind: Any,
+    model: Any,
+    *,
+    rank: int | None = None,
+    init_loc_fn: Any = init_to_fan_in,
+    init_scale: float | None = None,
+) -> Any:
+    """Return a guide of a model, an ordinary Pyro AutoGuide.
+
+    Args:
+        kind: "normal" (Pyro's AutoNormal), "lowrank" (Pyro's AutoLowRankMultivariateNormal),
+            "kronecker" (AutoKronecker), an AutoGuide class or instance, or a function that takes
+            the model and returns a guide.
+        model: A Pyro model.
+        rank: Columns of a low-rank covariance, for "lowrank" and classes that take a `rank`; by
+            default 10, or the number of latent values where that is less.
+        init_loc_fn: Initial value of each site; Pyro's own defaults start all hidden units equal.
+        init_scale: Initial standard deviation in unconstrained space; 0.01 by default.
+
+    Returns:
+        The guide. A class gets those of `rank`, `init_loc_fn` and `init_scale` that it takes.
+
+    Raises:
+        FitError: The kind is unknown, or takes no rank, or an option is out of its range.
+    """
+    init_scale = _DEFAULT_SCALE if init_scale is None else float(init_scale)
+    if not init_scale > 0:
+        raise FitError(f"init_scale is {init_scale}; expected a positive standard deviation")
+    if rank is not None and (not isinstance(rank, int) or rank < 1):
+        raise FitError(f"rank is {rank!r}; expected a whole number from 1 up")
+    families = {"normal": AutoNormal, "lowrank": AutoLowRank, "kronecker": AutoKronecker}
+    options = {"rank": rank, "init_loc_fn": init_loc_fn, "init_scale": init_scale}
+    if isinstance(kind, str):
+        if kind not in families:
+            raise FitError(
+                f"guide {kind!r} is unknown; use one of {', '.join(map(repr, GUIDES))}, "
+                "or pass an AutoGuide class or instance"
+            )
+        kind = families[kind]
+    if isinstance(kind, type) and issubclass(kind, AutoGuide):
+        return kind(model, **_accepted(kind, options))
+    if rank is not None:
+        raise FitError(
+            f"rank {rank} has no effect on a ready guide; give the rank where it is made"
+        )
+    if isinstance(kind, AutoGuide):
+        return kind
+    if not callable(kind):
+        raise FitError(
+            f"guide is a {type(kind).__name__}; expected one of {', '.join(map(repr, GUIDES))}, "
+            "an AutoGuide class or instance, or a function of the model"
+        )
+    guide = kind(model)
+    if isinstance(guide, AutoGuide):
+        return guide
+    if not callable(guide):
+        raise FitError(
+            f"guide function {getattr(kind, '__name__', kind)!r} returned a "
+            f"{type(guide).__name__}; expected a guide, such as AutoNormal(model)"
+        )
+    return AutoCallable(model, guide)
+
+
+def _accepted(kind: type, options: dict[str, Any]) -> dict[str, Any]:
+    """Return those options that are given and that a guide class takes."""
+    names = inspect.signature(kind).parameters
+    if options["rank"] is not None and "rank" not in names:
+        raise FitError(
+            f"guide {kind.__name__} takes no rank; leave rank out, or use guide='lowrank'"
+        )
+    return {k: v for k, v in options.items() if k in names and v is not None}
