@@ -4,7 +4,7 @@
 """
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,11 +12,10 @@ import torch
 from pyro import poutine
 from pyro.distributions.transforms import biject_to
 from pyro.infer.autoguide.initialization import InitMessenger
-from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor, nn
 
 from pbnn.errors import DataError, ModelError, PbnnWarning
-from pbnn.model import BoundModel, Data, Model, Site, copied, isolated, run
+from pbnn.model import BoundModel, Data, Model, Site, copied, isolated, run, sample_nodes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -273,12 +272,6 @@ def _failure(error: Exception, x: Data, y: Data) -> ModelError:
     return ModelError(f"the model failed on {shapes or 'no data'}: {_line(error)}{hint}")
 
 
-def _stochastic(trace: poutine.Trace) -> Iterator[tuple[str, Any]]:
-    for name, node in trace.nodes.items():
-        if node["type"] == "sample" and not isinstance(node["fn"], _Subsample):
-            yield name, node
-
-
 def _cast(y: Data, sampled: poutine.Trace) -> Data:
     """Give y the kind of number that its site samples: integers for classes, floats otherwise."""
 
@@ -330,7 +323,7 @@ def _fill(
 
 def _sites(trace: poutine.Trace) -> list[Site]:
     sites = []
-    for name, node in _stochastic(trace):
+    for name, node in sample_nodes(trace):
         fn, infer = node["fn"], node["infer"]
         frames = {f.name: f for f in node["cond_indep_stack"]}
         if infer.get("_deterministic"):
@@ -502,7 +495,7 @@ def _check_density(bound: BoundModel, trace: poutine.Trace) -> None:
     values = {name: trace.nodes[name]["value"].clone().requires_grad_() for name in latent}
     again = bound.run(values)
     again.compute_log_prob()
-    terms = {name: node["log_prob"].sum() for name, node in _stochastic(again)}
+    terms = {name: node["log_prob"].sum() for name, node in sample_nodes(again)}
     for name, term in terms.items():
         if term.isnan():
             raise ModelError(

@@ -18,11 +18,22 @@ import pyro
 import torch
 from pyro import poutine
 from pyro.poutine.messenger import Messenger
+from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor, nn
 
 from pbnn.errors import ModelError
 
-__all__ = ["BoundModel", "Data", "Model", "Site", "copied", "isolated", "load_model", "run"]
+__all__ = [
+    "BoundModel",
+    "Data",
+    "Model",
+    "Site",
+    "copied",
+    "isolated",
+    "load_model",
+    "run",
+    "sample_nodes",
+]
 
 Model = Callable[..., Any]
 Data = Any  # a tensor, array or frame, or a dict of them
@@ -183,6 +194,13 @@ def run(
     with _Given(values, fill or {}, checks=checks):
         tracer = poutine.trace(model)
         return tracer.get_trace(x) if y is None else tracer.get_trace(x, y)
+
+
+def sample_nodes(trace: poutine.Trace) -> Iterator[tuple[str, Any]]:
+    """Yield name and node of each sample statement in a trace, plates left out."""
+    for name, node in trace.nodes.items():
+        if node["type"] == "sample" and not isinstance(node["fn"], _Subsample):
+            yield name, node
 
 
 @dataclass(frozen=True)

@@ -174,7 +174,7 @@ class Density:
                 raise ModelError(
                     f"site {site.name!r}: expected values of shape (…, {site.shape}), got {found}"
                 )
-            inputs.append(value.to(device=self.device, dtype=self.dtype))
+            inputs.append(value.to(device=self.device, dtype=self.dtype).contiguous())
         events = tuple(len(site.shape) for site in self.sites)
         return self._over_draws(self._unconstrained, tuple(inputs), events)[0]
 

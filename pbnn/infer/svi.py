@@ -1,0 +1,369 @@
+"""SVI: fit any guide to a model and its data, and draw from it."""
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.infer.autoguide import AutoGuide
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from pbnn.errors import ConvergenceWarning, FitError, ModelError
+from pbnn.front_door import bind
+from pbnn.infer.density import Density
+from pbnn.infer.guides import approximation, draw_guide, make_guide
+from pbnn.infer.posterior import Posterior, provenance
+from pbnn.model import BoundModel, Data, Model, isolated, run
+
+__all__ = ["fit_svi"]
+
+# The ELBO is read back from the device, and looked at, once in this many steps.
+WINDOW = 100
+# The plateau counts when the smoothed ELBO has not risen over this many windows.
+PATIENCE = 5
+# After the plateau the learning rate falls to this share, over this share of the steps so far.
+FINAL_RATE = 0.01
+COOLING = 0.5
+
+
+def fit_svi(
+    model: Model,
+    x: Data,
+    y: Data = None,
+    *,
+    guide: str | type[AutoGuide] | AutoGuide | Callable[[Model], AutoGuide] = "normal",
+    rank: int | None = None,
+    init_scale: float | None = None,
+    steps: int = 10_000,
+    lr: float = 0.01,
+    particles: int = 1,
+    batch_size: int | None = None,
+    early_stopping: bool = True,
+    draws: int = 1000,
+    seed: int = 0,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    compile: bool | None = None,
+    progress: bool = True,
+) -> Posterior:
+    """Fit a guide by stochastic variational inference and draw from it.
+
+    Maximises the ELBO (Kingma & Welling 2014, eq. 3) by Adam: the expected log-likelihood, scaled
+    by rows / batch size, minus the KL divergence from guide to prior, both by Monte Carlo with
+    reparameterised draws. The learning rate is constant until the smoothed ELBO stops rising, or
+    until two thirds of `steps`, and then falls exponentially to a hundredth.
+
+    Args:
+        model: A Pyro model `(x, y=None)` with its rows in plate `data`.
+        x: Input `(n, …)`, a dict of inputs, or None.
+        y: Observations `(n,)` or `(n, outputs)`, or a dict by site.
+        guide: "normal" (AutoNormal), "lowrank" (AutoLowRankMultivariateNormal), "kronecker"
+            (AutoKronecker), or an AutoGuide class, instance, or function of the model.
+        rank: Rank of the low-rank guide; 10, or the number of latent values if that is less.
+        init_scale: Scale of the guide at the start, on the unconstrained space; each guide of ours
+            has a default that suits networks.
+        steps: Largest number of optimiser steps.
+        lr: Learning rate of Adam before it falls.
+        particles: Draws of the guide in each step.
+        batch_size: Rows in each step; all by default. It scales sites inside plate `data` by
+            rows / batch size, and nothing else.
+        early_stopping: Whether the fit may end before `steps`.
+        draws: Number of draws to return.
+        seed: Seed; the global random state and Pyro's param store stay untouched.
+        device: Where to run; see `pbnn.front_door.bind`.
+        dtype: `torch.float32` or `torch.float64`; see `pbnn.front_door.bind`.
+        compile: Reserved; True is refused, since the step is not compiled yet.
+        progress: Whether to show a progress bar on stderr.
+
+    Returns:
+        One chain of `draws` independent draws with `lp` and `log_q`; `history` holds `elbo`,
+        `expected_log_likelihood` and `kl` per step; `approximation` the guide's tensors. After
+        Ctrl-C, the draws of the guide as it stands.
+
+    Raises:
+        DataError: The data cannot be used as they are.
+        ModelError: The front door refuses the model.
+        FitError: An option is out of range, or the ELBO is not finite from the start.
+    """
+    for name, value in {"steps": steps, "particles": particles, "draws": draws}.items():
+        if value < 1:
+            raise FitError(f"{name}={value}; expected 1 or more")
+    if not lr > 0:
+        raise FitError(f"lr={lr}; expected a positive learning rate")
+    if compile:
+        raise FitError("compile=True: SVI has no compiled step yet; leave compile out")
+    bound = bind(model, x, y, device=device, dtype=dtype)
+    if batch_size is not None:
+        _check_batching(bound, batch_size)
+    started = time.perf_counter()
+    with isolated(seed, bound.device):
+        q = make_guide(guide, bound.model, rank=rank, init_scale=init_scale)
+        training = _Training(bound, q, particles=particles, batch_size=batch_size, seed=seed)
+        outcome = training.run(steps, lr, early_stopping, progress)
+        fitted = replace(bound, model=training.fitted_model())
+        with torch.no_grad():
+            values, log_q = draw_guide(q, draws)
+            density = Density(fitted, compile=False)
+            z = density.unconstrain(values)
+            lp = density.log_density(z)
+            deterministic = density.deterministic(z)
+        name = guide if isinstance(guide, str) else type(q).__name__
+        options = {
+            "guide": name,
+            "rank": rank,
+            "init_scale": init_scale,
+            "steps": steps,
+            "lr": lr,
+            "particles": particles,
+            "batch_size": batch_size,
+            "early_stopping": early_stopping,
+            "draws": draws,
+        }
+        return Posterior(
+            draws={k: v[None].cpu() for k, v in values.items()},
+            deterministic={k: v[None].cpu() for k, v in deterministic.items()},
+            stats={"lp": lp[None].cpu(), "log_q": log_q[None].cpu()},
+            method="svi",
+            markov=False,
+            seconds=time.perf_counter() - started,
+            constants={k: v.cpu() for k, v in training.constants().items()},
+            buffers={k: v.cpu() for k, v in bound.buffers().items()},
+            approximation=_on_cpu(approximation(q)),
+            history={k: v.cpu() for k, v in training.history().items()},
+            provenance={**provenance(bound, seed=seed, **options), **outcome},
+        )
+
+
+def _on_cpu(approximation: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if approximation is None:
+        return None
+    tensors = {k: v.detach().cpu() for k, v in approximation["tensors"].items()}
+    return {**approximation, "tensors": tensors}
+
+
+def _check_batching(bound: BoundModel, batch_size: int) -> None:
+    """Refuse a batch size where scaling plate `data` by rows / batch size would be wrong."""
+    if batch_size < 1:
+        raise FitError(f"batch_size={batch_size}; expected 1 or more")
+    if bound.rows is None:
+        raise ModelError(
+            "batch_size needs rows in plate 'data'; write `with pyro.plate('data', x.shape[0]):` "
+            "around the observed site, or leave batch_size out"
+        )
+    if batch_size > bound.rows:
+        raise FitError(f"batch_size={batch_size} for {bound.rows} rows; expected at most as many")
+    for site in bound.sites:
+        if site.kind == "latent" and site.row_dim is not None:
+            raise ModelError(
+                f"site {site.name!r} has one value for each row of plate 'data', so the data "
+                "cannot be taken in batches; leave batch_size out"
+            )
+        if site.kind in ("observed", "factor") and site.row_dim is None:
+            raise ModelError(
+                f"site {site.name!r} is observed outside plate 'data', so the data cannot be taken "
+                "in batches; move it inside, or leave batch_size out"
+            )
+
+
+class _Training:
+    """The state of one SVI run: guide, constants, optimiser, and what was recorded on the way."""
+
+    def __init__(
+        self,
+        bound: BoundModel,
+        guide: AutoGuide,
+        *,
+        particles: int,
+        batch_size: int | None,
+        seed: int,
+    ) -> None:
+        self.bound = bound
+        self.guide = guide
+        self.particles = particles
+        self.batches = self._batches(batch_size, seed)
+        self.terms: list[Tensor] = []
+        self.elbo(bound.x, bound.y, 1.0)  # builds the guide and registers every param
+        self.check_reparameterised()
+        self.store = pyro.get_param_store()
+        self.parameters = self._parameters()
+        self.best: list[Tensor] = []
+
+    def _parameters(self) -> list[Tensor]:
+        """List what is learned: the guide's parameters and the model's constants."""
+        modules = [m for m in (self.guide, self.bound.model) if isinstance(m, nn.Module)]
+        named = [p for m in modules for p in m.parameters()]
+        named += [p for _, p in self.store.named_parameters()]
+        return list({id(p): p for p in named if p.requires_grad}.values())
+
+    def _batches(self, size: int | None, seed: int) -> Iterator[tuple[Data, Data, float]]:
+        """Yield x, y and the factor rows / batch size, from an endless stream of permutations."""
+        x, y, rows = self.bound.x, self.bound.y, self.bound.rows
+        if size is None or rows is None:
+            while True:
+                yield x, y, 1.0
+        # The order of rows is drawn on the CPU, so that it is the same on every device.
+        generator = torch.Generator().manual_seed(seed)
+        queue = torch.empty(0, dtype=torch.int64)
+        while True:
+            while len(queue) < size:
+                queue = torch.cat([queue, torch.randperm(rows, generator=generator)])
+            index, queue = queue[:size].to(self.bound.device), queue[size:]
+            yield _rows(x, index), _rows(y, index), rows / size
+
+    def elbo(self, x: Data, y: Data, factor: float) -> Tensor:
+        """Return the expected log-likelihood and the KL divergence, by one draw of the guide."""
+        guide_trace = poutine.trace(self.guide).get_trace(x, y)
+        replayed = poutine.replay(self.bound.model, trace=guide_trace)
+        trace = run(replayed, {}, x, y, fill=self.bound.fill)
+        trace.compute_log_prob()
+        likelihood = prior = torch.zeros((), dtype=self.bound.dtype, device=self.bound.device)
+        for site in self.bound.sites:
+            if site.kind == "latent":
+                prior = prior + trace.nodes[site.name]["log_prob_sum"]
+            elif site.kind in ("observed", "factor"):
+                weight = 1.0 if site.row_dim is None else factor
+                likelihood = likelihood + weight * trace.nodes[site.name]["log_prob_sum"]
+        return torch.stack([likelihood, guide_trace.log_prob_sum() - prior])
+
+    def check_reparameterised(self) -> None:
+        """Refuse a guide whose draws carry no gradient, where the estimator would be biased."""
+        trace = poutine.trace(self.guide).get_trace(self.bound.x, self.bound.y)
+        for name, node in trace.nodes.items():
+            if node["type"] == "sample" and not getattr(node["fn"], "has_rsample", True):
+                raise ModelError(
+                    f"the guide draws site {name!r} from {type(node['fn']).__name__}, which is not "
+                    "reparameterised; use a distribution with rsample"
+                )
+
+    def step(self, optimiser: torch.optim.Optimizer) -> None:
+        x, y, factor = next(self.batches)
+        terms = torch.stack([self.elbo(x, y, factor) for _ in range(self.particles)]).mean(0)
+        loss = (terms[1] - terms[0]) / (self.bound.rows or 1)
+        optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        optimiser.step()
+        self.terms.append(terms.detach())
+
+    def run(self, steps: int, lr: float, early_stopping: bool, progress: bool) -> dict[str, Any]:
+        """Take up to `steps` steps; return how it ended, for the provenance."""
+        optimiser = torch.optim.Adam(self.parameters, lr=lr)
+        cooling_from, end = (2 * steps) // 3, steps
+        windows: list[float] = []
+        ended = "steps"
+        bar = tqdm(total=steps, desc="SVI", unit="step", disable=not progress, leave=False)
+        try:
+            with bar:
+                while len(self.terms) < end:
+                    done = len(self.terms)
+                    if done >= cooling_from:
+                        share = (done - cooling_from) / max(end - cooling_from, 1)
+                        optimiser.param_groups[0]["lr"] = lr * FINAL_RATE**share
+                    self.step(optimiser)
+                    if len(self.terms) % WINDOW and len(self.terms) < end:
+                        continue
+                    if not self._keep(windows):
+                        ended = "not finite"
+                        break
+                    bar.update(len(self.terms) - bar.n)
+                    bar.set_postfix(elbo=f"{windows[-1]:.4g}")
+                    if early_stopping and len(self.terms) < cooling_from and _flat(windows):
+                        cooling_from = len(self.terms)
+                        end = min(steps, int(cooling_from * (1 + COOLING)))
+                        ended = "plateau"
+        except KeyboardInterrupt:
+            ended = "interrupted"
+            warnings.warn(
+                f"SVI was interrupted after {len(self.terms)} of {steps} steps; the draws are "
+                "those of the guide as it stood",
+                ConvergenceWarning,
+                stacklevel=4,
+            )
+        if ended == "steps" and early_stopping and not _flat(windows):
+            warnings.warn(
+                f"the ELBO was still rising after {steps} steps; raise steps (or lr)",
+                ConvergenceWarning,
+                stacklevel=4,
+            )
+        return {"steps_taken": len(self.terms), "ended": ended}
+
+    def _keep(self, windows: list[float]) -> bool:
+        """Take in the last window: keep the parameters if it is finite, else go back."""
+        recent = torch.stack(self.terms[WINDOW * len(windows) :])
+        finite = recent.isfinite().all() and all(bool(p.isfinite().all()) for p in self.parameters)
+        if finite:
+            windows.append(float((recent[:, 0] - recent[:, 1]).mean()))
+            self.best = [p.detach().clone() for p in self.parameters]
+            return True
+        step = WINDOW * len(windows) + int((~recent.isfinite().all(1)).nonzero()[:1].sum())
+        self._retreat(f"the ELBO was not finite at step {step}{self._culprit()}")
+        return False
+
+    def _retreat(self, reason: str) -> None:
+        """Go back to the last parameters at which all was finite, and say so."""
+        if not self.best:
+            raise FitError(f"{reason}, before any good state; lower lr or init_scale")
+        with torch.no_grad():
+            for parameter, value in zip(self.parameters, self.best, strict=True):
+                parameter.copy_(value)
+        warnings.warn(
+            f"{reason}; the draws are those of the last good state; lower lr or init_scale",
+            ConvergenceWarning,
+            stacklevel=5,
+        )
+
+    def _culprit(self) -> str:
+        """Name the first site whose draw or log density is not finite."""
+        with torch.no_grad():
+            try:
+                guide_trace = poutine.trace(self.guide).get_trace(self.bound.x, self.bound.y)
+                replayed = poutine.replay(self.bound.model, trace=guide_trace)
+                trace = run(replayed, {}, self.bound.x, self.bound.y, fill=self.bound.fill)
+                trace.compute_log_prob()
+            except (RuntimeError, ValueError) as error:
+                return f" ({str(error).splitlines()[0]})"
+        for site in self.bound.sites:
+            node = trace.nodes.get(site.name, {})
+            if site.kind in ("latent", "observed", "factor") and not (
+                bool(node["value"].isfinite().all()) and bool(node["log_prob_sum"].isfinite())
+            ):
+                return f" (site {site.name!r})"
+        return ""
+
+    def constants(self) -> dict[str, Tensor]:
+        """Return the learned parameters without a prior, by name."""
+        if isinstance(self.bound.model, nn.Module):
+            return self.bound.constants()
+        return {name: self.store[name].detach().clone() for name in self.bound.named("constant")}
+
+    def fitted_model(self) -> Model:
+        """Return the model with its learned constants in place."""
+        if isinstance(self.bound.model, nn.Module):
+            return self.bound.model
+        fitted: Model = poutine.substitute(self.bound.model, data=self.constants())
+        return fitted
+
+    def history(self) -> dict[str, Tensor]:
+        """Return the ELBO and its two parts, one value a step."""
+        likelihood, kl = torch.stack(self.terms).unbind(1)
+        return {"elbo": likelihood - kl, "expected_log_likelihood": likelihood, "kl": kl}
+
+
+def _rows(data: Data, index: Tensor) -> Data:
+    if isinstance(data, Mapping):
+        return {name: value[index] for name, value in data.items()}
+    return None if data is None else data[index]
+
+
+def _flat(windows: list[float]) -> bool:
+    """Whether the mean ELBO of the last windows rose by no more than its standard error."""
+    if len(windows) < 2 * PATIENCE:
+        return False
+    before = torch.tensor(windows[-2 * PATIENCE : -PATIENCE], dtype=torch.float64)
+    after = torch.tensor(windows[-PATIENCE:], dtype=torch.float64)
+    error = ((before.var() + after.var()) / PATIENCE).sqrt()
+    return bool(after.mean() - before.mean() <= error)
