@@ -1,0 +1,28 @@
+"""Pictures that ArviZ does not have: each takes axes or makes some, and returns them.
+
+They read plain arrays, or the container of `inference_data` (from a file, too), never a model. Axes
+made here belong to a figure of their own, outside pyplot; `save` writes it.
+"""
+
+from pbnn.plots.figures import save
+from pbnn.plots.posterior import plot_band, plot_elbo, plot_scales, plot_spectrum
+from pbnn.plots.predictive import (
+    plot_calibration,
+    plot_pit,
+    plot_posterior_predictive,
+    plot_predicted_against_observed,
+    plot_reliability,
+)
+
+__all__ = [
+    "plot_band",
+    "plot_calibration",
+    "plot_elbo",
+    "plot_pit",
+    "plot_posterior_predictive",
+    "plot_predicted_against_observed",
+    "plot_reliability",
+    "plot_scales",
+    "plot_spectrum",
+    "save",
+]
