@@ -8,7 +8,7 @@ A fit uses four functions, and never asks which family it has:
     dense_moments(approximation(guide))              # mean and covariance, for small models
 """
 
-from pbnn.infer.guides.choose import GUIDES, AutoLowRank, make_guide
+from pbnn.infer.guides.choose import GUIDES, make_guide
 from pbnn.infer.guides.drawing import (
     approximation,
     dense_moments,
@@ -17,12 +17,16 @@ from pbnn.infer.guides.drawing import (
     prepare_guide,
 )
 from pbnn.infer.guides.kronecker import AutoKronecker
+from pbnn.infer.guides.lowrank import AutoLayerLowRank, AutoLowRank
+from pbnn.infer.guides.patterns import AutoPatterns
 from pbnn.infer.guides.starts import init_to_fan_in
 
 __all__ = [
     "GUIDES",
     "AutoKronecker",
+    "AutoLayerLowRank",
     "AutoLowRank",
+    "AutoPatterns",
     "approximation",
     "dense_moments",
     "draw_guide",

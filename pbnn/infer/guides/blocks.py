@@ -34,9 +34,9 @@ from pbnn.infer.guides.starts import init_to_fan_in
 __all__ = [
     "AutoBlocks",
     "Block",
+    "GuideSite",
     "MatrixBlock",
     "RootKind",
-    "Site",
     "VectorBlock",
     "check_root_kind",
 ]
@@ -58,7 +58,7 @@ def check_root_kind(kind: RootKind) -> None:
 
 
 @dataclass(frozen=True)
-class Site:
+class GuideSite:
     """A latent site as a guide sees it.
 
     Attributes:
@@ -72,7 +72,7 @@ class Site:
     real_event: bool
 
 
-class _RootParameters(PyroModule):
+class _RootParameters(PyroModule):  # type: ignore[misc]
     """The parameters of one root; marginal variances start at `init_scale`²."""
 
     def __init__(self, kind: RootKind, size: int, init_scale: float, like: Tensor) -> None:
@@ -99,14 +99,14 @@ class _RootParameters(PyroModule):
         return DiagonalRoot(self.scale)
 
 
-class Block(PyroModule):
+class Block(PyroModule):  # type: ignore[misc]
     """A learnable Gaussian over the unconstrained values of some sites, packed into one tensor.
 
     Attributes:
         layout: The sites and how they are packed.
     """
 
-    def __init__(self, sites: Sequence[Site], rows: tuple[int, ...]) -> None:
+    def __init__(self, sites: Sequence[GuideSite], rows: tuple[int, ...]) -> None:
         super().__init__()
         self.layout = Layout({site.name: site.start.shape for site in sites}, rows)
 
@@ -125,7 +125,7 @@ class VectorBlock(Block):
     """
 
     def __init__(
-        self, sites: Sequence[Site], init_scale: float, root: RootKind = "diagonal"
+        self, sites: Sequence[GuideSite], init_scale: float, root: RootKind = "diagonal"
     ) -> None:
         super().__init__(sites, ())
         loc = self.layout.pack({site.name: site.start for site in sites})
@@ -151,7 +151,7 @@ class MatrixBlock(Block):
     """
 
     def __init__(
-        self, sites: Sequence[Site], init_scale: float, row: RootKind, column: RootKind
+        self, sites: Sequence[GuideSite], init_scale: float, row: RootKind, column: RootKind
     ) -> None:
         super().__init__(sites, tuple(sites[0].start.shape[:1]))
         loc = self.layout.pack({site.name: site.start for site in sites})
@@ -166,7 +166,7 @@ class MatrixBlock(Block):
         return MatrixNormal(self.loc, self.scale, row, column)
 
 
-class AutoBlocks(AutoGuide):
+class AutoBlocks(AutoGuide):  # type: ignore[misc]
     """A Pyro AutoGuide made of independent Gaussian blocks in unconstrained space.
 
     A subclass says in `_make_blocks` which sites share a block. Each block draws standard Normal
@@ -193,7 +193,7 @@ class AutoBlocks(AutoGuide):
         super().__init__(InitMessenger(init_loc_fn)(model))
         self.init_scale = float(init_scale)
 
-    def _make_blocks(self, sites: list[Site]) -> dict[str, Block]:
+    def _make_blocks(self, sites: list[GuideSite]) -> dict[str, Block]:
         """Return the blocks, by the name that their parameters carry; each site is in one."""
         raise NotImplementedError
 
@@ -210,7 +210,7 @@ class AutoBlocks(AutoGuide):
             with helpful_support_errors(site):
                 start = biject_to(site["fn"].support).inv(site["value"].detach()).detach()
             whole = site["fn"].event_dim == start.dim()
-            sites.append(Site(name, start, whole and is_real(site["fn"].support)))
+            sites.append(GuideSite(name, start, whole and is_real(site["fn"].support)))
         if not sites:
             raise ModelError(
                 "the model has no latent sites for a guide; "

@@ -1,69 +1,31 @@
 """From the name or class of a variational family to a guide of a model."""
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from pyro.infer.autoguide import (
     AutoCallable,
     AutoGuide,
-    AutoLowRankMultivariateNormal,
     AutoNormal,
 )
-from pyro.nn import PyroParam
 
 from pbnn.errors import FitError
 from pbnn.infer.guides.kronecker import AutoKronecker
+from pbnn.infer.guides.lowrank import AutoLayerLowRank, AutoLowRank, check_rank
+from pbnn.infer.guides.patterns import AutoPatterns
 from pbnn.infer.guides.starts import init_to_fan_in
 
-__all__ = ["GUIDES", "AutoLowRank", "make_guide"]
+__all__ = ["GUIDES", "make_guide"]
 
-GUIDES = ("normal", "lowrank", "kronecker")
-_DEFAULT_RANK = 10
+_FAMILIES = {
+    "normal": AutoNormal,
+    "lowrank": AutoLowRank,
+    "kronecker": AutoKronecker,
+    "layer_lowrank": AutoLayerLowRank,
+}
+GUIDES = tuple(_FAMILIES)
 _DEFAULT_SCALE = 0.01
-
-
-class AutoLowRank(AutoLowRankMultivariateNormal):
-    """Pyro's AutoLowRankMultivariateNormal with a rank and a start that suit networks.
-
-    Σ = S (I + W Wᵀ) S with S = diag(scale) and W = cov_factor, of `rank` columns.
-
-    Args:
-        model: A Pyro model.
-        init_loc_fn: Initial value of each site.
-        init_scale: Initial marginal standard deviation of each entry.
-        rank: Columns of W; by default 10, or the number of latent values where that is less.
-    """
-
-    rank: int | None
-
-    def __init__(
-        self,
-        model: Any,
-        init_loc_fn: Any = init_to_fan_in,
-        init_scale: float = 0.01,
-        rank: int | None = None,
-    ) -> None:
-        super().__init__(model, init_loc_fn=init_loc_fn, init_scale=init_scale, rank=rank)
-
-    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        super(AutoLowRankMultivariateNormal, self)._setup_prototype(*args, **kwargs)
-        size: int = self.latent_dim
-        rank = self.rank or min(_DEFAULT_RANK, size)
-        if rank > size:
-            self.prototype_trace = None
-            raise FitError(
-                f"rank {rank} is above the model's {size} latent values; use rank 1 to {size}"
-            )
-        self.rank = rank
-        loc = self._init_loc()
-        # W = 0 is a stationary point in expectation: W begins with half of the variance.
-        factor = torch.randn_like(loc.new_empty(size, rank)) / rank**0.5
-        scale = self._init_scale * (1 + factor.square().sum(-1)).rsqrt()
-        # As PyroParams all three also work under Pyro's setting `module_local_params`.
-        self.loc = PyroParam(loc)
-        self.scale = PyroParam(scale, self.scale_constraint)
-        self.cov_factor = PyroParam(factor)
 
 
 def make_guide(
@@ -78,8 +40,9 @@ def make_guide(
 
     Args:
         kind: "normal" (Pyro's AutoNormal), "lowrank" (Pyro's AutoLowRankMultivariateNormal),
-            "kronecker" (AutoKronecker), an AutoGuide class or instance, or a function that takes
-            the model and returns a guide.
+            "kronecker" (AutoKronecker), "layer_lowrank" (AutoLayerLowRank); a dict from patterns of
+            site names to families (AutoPatterns); an AutoGuide class or instance; or a function
+            that takes the model and returns a guide.
         model: A Pyro model.
         rank: Columns of a low-rank covariance, for "lowrank" and classes that take a `rank`; by
             default 10, or the number of latent values where that is less.
@@ -95,17 +58,16 @@ def make_guide(
     init_scale = _DEFAULT_SCALE if init_scale is None else float(init_scale)
     if not init_scale > 0:
         raise FitError(f"init_scale is {init_scale}; expected a positive standard deviation")
-    if rank is not None and (not isinstance(rank, int) or rank < 1):
-        raise FitError(f"rank is {rank!r}; expected a whole number from 1 up")
-    families = {"normal": AutoNormal, "lowrank": AutoLowRank, "kronecker": AutoKronecker}
-    options = {"rank": rank, "init_loc_fn": init_loc_fn, "init_scale": init_scale}
+    options = {"rank": check_rank(rank), "init_loc_fn": init_loc_fn, "init_scale": init_scale}
     if isinstance(kind, str):
-        if kind not in families:
+        if kind not in _FAMILIES:
             raise FitError(
                 f"guide {kind!r} is unknown; use one of {', '.join(map(repr, GUIDES))}, "
                 "or pass an AutoGuide class or instance"
             )
-        kind = families[kind]
+        kind = _FAMILIES[kind]
+    if isinstance(kind, Mapping):
+        return AutoPatterns(model, kind, **_accepted(AutoPatterns, options))
     if isinstance(kind, type) and issubclass(kind, AutoGuide):
         return kind(model, **_accepted(kind, options))
     if rank is not None:

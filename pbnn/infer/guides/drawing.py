@@ -28,6 +28,7 @@ from pbnn.infer.guides.gaussians import (
     VectorNormal,
     gaussian_from_tensors,
 )
+from pbnn.infer.guides.lowrank import AutoLowRank
 from pbnn.infer.guides.sites import Layout, constrain, unconstrain
 from pbnn.infer.guides.starts import init_to_fan_in
 
@@ -87,7 +88,9 @@ def _blocks(guide: Any) -> list[_Packed] | None:
     kept = ("forward", "sample_latent", "get_posterior")
     if _inherits(guide, AutoDiagonalNormal, *kept):
         return [_Packed(layout, VectorNormal(guide.loc, DiagonalRoot(guide.scale)))]
-    if _inherits(guide, AutoLowRankMultivariateNormal, *kept):
+    if _inherits(guide, AutoLowRank, *kept) or _inherits(
+        guide, AutoLowRankMultivariateNormal, *kept
+    ):
         root = LowRankRoot(guide.scale, guide.cov_factor)
         return [_Packed(layout, VectorNormal(guide.loc, root))]
     if _inherits(guide, AutoMultivariateNormal, *kept):

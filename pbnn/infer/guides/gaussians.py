@@ -12,8 +12,11 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.distributions import constraints
+from torch.distributions.transforms import Transform
 
 __all__ = [
+    "AffineTransform",
     "DiagonalRoot",
     "Gaussian",
     "LowRankRoot",
@@ -354,6 +357,36 @@ class MatrixNormal(_Density):
             **{f"row.{name}": tensor for name, tensor in self.row.tensors().items()},
             **{f"column.{name}": tensor for name, tensor in self.column.tensors().items()},
         }
+
+
+class AffineTransform(Transform):
+    """The map from noise to value of a vector Gaussian, for torch's TransformedDistribution.
+
+    Unlike torch's LowRankMultivariateNormal it holds scales, not their squares, so that 1e-30 stays
+    above zero in float32, and a factor that is too large for its Cholesky gives NaN, not an error.
+
+    Args:
+        gaussian: The Gaussian.
+    """
+
+    domain = constraints.real_vector
+    codomain = constraints.real_vector
+    bijective = True
+
+    def __init__(self, gaussian: VectorNormal) -> None:
+        super().__init__(cache_size=1)
+        self.gaussian = gaussian
+
+    def _call(self, x: Tensor) -> Tensor:
+        return self.gaussian.transform(x)[0]
+
+    def _inverse(self, y: Tensor) -> Tensor:
+        spread = (y - self.gaussian.loc).unsqueeze(-1)
+        return self.gaussian.root.whiten(spread).squeeze(-1)
+
+    def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return log|d y / d x|."""
+        return self.gaussian.log_det().expand(x.shape[:-1])
 
 
 def _root_from_tensors(tensors: Mapping[str, Tensor], prefix: str = "") -> Root:

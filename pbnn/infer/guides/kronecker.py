@@ -7,9 +7,9 @@ from pbnn.errors import FitError, PbnnWarning
 from pbnn.infer.guides.blocks import (
     AutoBlocks,
     Block,
+    GuideSite,
     MatrixBlock,
     RootKind,
-    Site,
     VectorBlock,
     check_root_kind,
 )
@@ -64,7 +64,7 @@ class AutoKronecker(AutoBlocks):
             raise FitError(f"bias is {bias!r}; expected 'homogeneous' or 'separate'")
         self.factors, self.bias, self.max_width = factors, bias, max_width
 
-    def _make_blocks(self, sites: list[Site]) -> dict[str, Block]:
+    def _make_blocks(self, sites: list[GuideSite]) -> dict[str, Block]:
         blocks = matrix_blocks(
             sites, self.init_scale, self.factors, self.bias == "homogeneous", self.max_width
         )
@@ -76,7 +76,7 @@ class AutoKronecker(AutoBlocks):
 
 
 def matrix_blocks(
-    sites: list[Site], init_scale: float, factors: RootKind, with_bias: bool, max_width: int
+    sites: list[GuideSite], init_scale: float, factors: RootKind, with_bias: bool, max_width: int
 ) -> dict[str, Block]:
     """Return a matrix block for each layer among `sites`, by name; other sites are left out."""
     biases = {site.name: site for site in sites if site.real_event and site.start.dim() == 1}
