@@ -8,7 +8,28 @@ from numpy.typing import NDArray
 
 from pbnn.errors import DataError
 
-__all__ = ["UNSAMPLED", "feature_coords", "for_group", "layer_dims", "refuse_unused", "row_dims"]
+__all__ = [
+    "SAMPLED",
+    "UNSAMPLED",
+    "feature_coords",
+    "for_group",
+    "layer_dims",
+    "refuse_unused",
+    "row_dims",
+]
+
+SAMPLED = (
+    "posterior",
+    "posterior_predictive",
+    "predictions",
+    "log_likelihood",
+    "sample_stats",
+    "prior",
+    "prior_predictive",
+    "warmup_posterior",
+    "warmup_sample_stats",
+)
+"""Groups of draws, whose arrays begin with the axes chain and draw."""
 
 UNSAMPLED = ("observed_data", "constant_data", "predictions_constant_data")
 """Groups of arrays without the axes chain and draw."""

@@ -1,0 +1,246 @@
+"""A posterior, and what the model makes of it at the data, as ArviZ's groups.
+
+Without a model nothing here needs torch.
+"""
+
+import datetime
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from pbnn._version import __version__
+from pbnn.inference_data.containers import Arrays, Container, as_array, build
+from pbnn.inference_data.labels import SAMPLED, UNSAMPLED, feature_coords, row_dims
+
+if TYPE_CHECKING:
+    from pbnn.data import Units
+
+__all__ = ["ExportablePosterior", "to_inference_data"]
+
+_RHAT_NOTE = {
+    True: "R-hat of network weights means nothing: hidden units permute and flip sign. "
+    "Judge convergence by R-hat of lp, of the noise scale and of f.",
+    False: "These draws are independent draws from an approximation, not a Markov chain: "
+    "R-hat and effective sample size say nothing about them.",
+}
+_LOO_NOTE = {
+    True: "az.loo holds for these draws once the chains have converged; "
+    "rows with a Pareto k above 0.7 are not to be trusted.",
+    False: "az.loo takes these draws for draws from the posterior, which they are not: it favours "
+    "an approximation that is too narrow, with Pareto k that look clean. Do not rank by it; rank "
+    "by held-out log predictive density, or weight the draws by "
+    "exp(lp - log_q - log_likelihood) where log_q is in sample_stats.",
+}
+
+
+class ExportablePosterior(Protocol):
+    """What `to_inference_data` reads of a `Posterior`, whose fields these are."""
+
+    @property
+    def draws(self) -> Arrays: ...  # noqa: D102
+    @property
+    def deterministic(self) -> Arrays: ...  # noqa: D102
+    @property
+    def stats(self) -> Arrays: ...  # noqa: D102
+    @property
+    def method(self) -> str: ...  # noqa: D102
+    @property
+    def markov(self) -> bool: ...  # noqa: D102
+    @property
+    def seconds(self) -> float: ...  # noqa: D102
+    @property
+    def provenance(self) -> Mapping[str, Any]: ...  # noqa: D102
+    def select(self, *, draws: slice | None = None) -> Self: ...  # noqa: D102
+
+
+def to_inference_data(
+    posterior: ExportablePosterior,
+    *,
+    model: Any = None,
+    x: Any = None,
+    y: Any = None,
+    x_new: Any = None,
+    prior: ExportablePosterior | None = None,
+    coords: Mapping[str, ArrayLike] | None = None,
+    dims: Mapping[str, Sequence[str]] | None = None,
+    feature_names: Sequence[str] | None = None,
+    units: "Units | None" = None,
+    log_likelihood: bool | ArrayLike = True,
+    predictive_draws: int | None = None,
+    seed: int = 0,
+    device: Any = None,
+    progress: bool = False,
+) -> Container:
+    """Return the posterior, and what the model makes of it at the data, as ArviZ's container.
+
+    Groups: posterior (latent and deterministic sites) and sample_stats always; observed_data with
+    `y`; constant_data with `x`; with a model posterior_predictive at `x`, log_likelihood at `x` and
+    `y`, predictions and predictions_constant_data at `x_new`; prior and prior_predictive with
+    `prior`. `f`, the output of the network, stands at x in posterior (and prior) unless
+    `predictive_draws` asks for fewer draws, and at x_new in predictions.
+
+    Dims: rows are `obs_id`, new rows `pred_id`, columns of a two-dimensional x `feature`, columns
+    of an observed site s `s_output`, the last axis of f `class` where y holds integers; layers are
+    named as in `build`.
+
+    Draws of a guide are one chain. The attributes `pbnn_markov`, `pbnn_rhat` and `pbnn_loo` say
+    what R-hat and `az.loo` are worth on the draws; `pbnn_provenance` is JSON.
+
+    Args:
+        posterior: A `Posterior`.
+        model: The model that was fitted.
+        x: Inputs `(n, …)`, or a dict of them, as they were given to the fit.
+        y: Observed values `(n,)` or `(n, outputs)`, or a dict by site.
+        x_new: Inputs to predict at.
+        prior: Draws from the prior, in the same form as `posterior`.
+        coords: Labels by dim; they win over those made here. Keys as in `build`.
+        dims: Names of axes by variable; they win over those made here. Keys as in `build`.
+        feature_names: Labels of the columns of x, and of the inputs of the first weight matrix.
+        units: How y was standardised; y, f and the log densities are then in the user's units.
+        log_likelihood: False for none; an array of row numbers for those rows only.
+        predictive_draws: Draws of each chain in the predictive groups, evenly spaced; all by
+            default, 0 for none.
+        seed: Seed of the predictive draws.
+        device: Where to run the model.
+        progress: Whether to show a progress bar on stderr.
+
+    Raises:
+        DataError: The arrays, dims and coords do not fit each other.
+    """
+    parts: dict[str, dict[str, Any]] = {
+        "observed_data": _in_units(_named(y, "y"), units),
+        "constant_data": _named(x, "x"),
+        "predictions_constant_data": _named(x_new, "x"),
+    }
+    made: dict[str, ArrayLike] = {}
+    if model is not None:
+        options = {"units": units, "device": device, "progress": progress}
+        sources: list[tuple[str, ExportablePosterior, Any]] = [
+            ("posterior", posterior, x),
+            ("predictions", posterior, x_new),
+        ]
+        if prior is not None:
+            sources.append(("prior", prior, x))
+        for name, drawn, at in sources:
+            if at is not None and predictive_draws != 0:
+                groups, kept = _predictive(model, drawn, at, name, predictive_draws, seed, options)
+                parts |= groups
+                if predictive_draws is not None:
+                    made |= {f"{group}/draw": kept for group in groups}
+        if log_likelihood is not False and x is not None and y is not None:
+            rows = None if isinstance(log_likelihood, bool) else np.asarray(log_likelihood)
+            parts["log_likelihood"] = _log_likelihood(model, posterior, x, y, rows, options)
+            if rows is not None:
+                length = len(next(iter(parts["observed_data"].values())))
+                labels = (coords or {}).get("obs_id", np.arange(length))
+                made["log_likelihood/obs_id"] = np.asarray(labels)[rows]
+    named = row_dims(parts)
+    for name, source in (("posterior", posterior), ("prior", prior)):
+        if source is not None:
+            parts[name] = {**source.draws, **source.deterministic, **parts.get(name, {})}
+    parts["sample_stats"] = dict(posterior.stats)
+    return build(
+        {name: parts[name] for name in SAMPLED + UNSAMPLED if parts.get(name)},
+        coords={**made, **feature_coords(parts, feature_names), **(coords or {})},
+        dims={**named, **(dims or {})},
+        attrs=_marks(posterior),
+        group_attrs={
+            "posterior": {
+                "pbnn_method": posterior.method,
+                "pbnn_markov": posterior.markov,
+                "pbnn_rhat": _RHAT_NOTE[posterior.markov],
+            },
+            "log_likelihood": {"pbnn_loo": _LOO_NOTE[posterior.markov]},
+        },
+    )
+
+
+def _predictive(
+    model: Any,
+    source: Any,
+    x: Any,
+    name: str,
+    draws: int | None,
+    seed: int,
+    options: Mapping[str, Any],
+) -> tuple[dict[str, dict[str, NDArray[Any]]], NDArray[np.int64]]:
+    """Predictive draws at x by group, and which draws of each chain they were made with."""
+    # Imported only when a model is run: it needs torch, which reading a file does not.
+    from pbnn.prediction import predictive
+
+    count = next(iter(source.stats.values())).shape[1]
+    # Evenly spaced, as neighbours in a chain are alike.
+    step = 1 if draws is None else max(1, count // draws)
+    cut = slice(0, None if draws is None else draws * step, step)
+    values = predictive(model, source.select(draws=cut), x, seed=seed, **options)
+    kept = np.arange(count)[cut]
+    sites = {key: as_array(value) for key, value in values.items()}
+    if name == "predictions":
+        return {name: sites}, kept
+    # f beside the draws is where ArviZ looks for it (rhat, ess, forest), and ArviZ's predictive
+    # plots want in the predictive group what was observed and nothing else. A site of that name
+    # comes first; fewer predictive draws do not fit beside the posterior's.
+    output = sites.pop("f")
+    groups = {f"{name}_predictive": sites}
+    if len(kept) == count and "f" not in {**source.draws, **source.deterministic}:
+        groups[name] = {"f": output}
+    return groups, kept
+
+
+def _log_likelihood(
+    model: Any,
+    posterior: Any,
+    x: Any,
+    y: Any,
+    rows: NDArray[Any] | None,
+    options: Mapping[str, Any],
+) -> dict[str, NDArray[Any]]:
+    """Row-wise log-likelihood under the name of the observed site, or "joint" for several."""
+    from pbnn.prediction import log_likelihood
+
+    names = list(_named(y, "y"))
+    if rows is not None:
+        x, y = _take(x, rows), _take(y, rows)
+    values = log_likelihood(model, posterior, x, y, **options)
+    return {names[0] if len(names) == 1 else "joint": as_array(values)}
+
+
+def _take(data: Any, rows: NDArray[Any]) -> Any:
+    if isinstance(data, Mapping):
+        return {name: value[rows] for name, value in data.items()}
+    return data[rows]
+
+
+def _in_units(observed: dict[str, NDArray[Any]], units: "Units | None") -> dict[str, NDArray[Any]]:
+    """Observed values as the predictive draws beside them: real ones in the user's units."""
+    if units is None:
+        return observed
+    return {
+        name: value * units.scale + units.loc if np.issubdtype(value.dtype, np.floating) else value
+        for name, value in observed.items()
+    }
+
+
+def _marks(posterior: ExportablePosterior) -> dict[str, Any]:
+    """What the file as a whole says about itself."""
+    return {
+        "created_at": datetime.datetime.now(datetime.UTC).isoformat(),
+        "inference_library": "pbnn",
+        "inference_library_version": __version__,
+        "pbnn_method": posterior.method,
+        "pbnn_markov": posterior.markov,
+        "pbnn_seconds": posterior.seconds,
+        "pbnn_rhat": _RHAT_NOTE[posterior.markov],
+        "pbnn_loo": _LOO_NOTE[posterior.markov],
+        "pbnn_provenance": dict(posterior.provenance),
+    }
+
+
+def _named(value: Any, name: str) -> dict[str, NDArray[Any]]:
+    """Arrays by name, from a dict, from one array called `name`, or from None."""
+    if value is None:
+        return {}
+    items = value if isinstance(value, Mapping) else {name: value}
+    return {key: as_array(item) for key, item in items.items()}
