@@ -5,7 +5,7 @@
 
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from pbnn.model import BoundModel, Data, Model, Site, copied, isolated, run, sam
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["PLATE", "bind", "check_model", "length", "prepare", "prior_values"]
+__all__ = ["PLATE", "bind", "check_model", "length", "prepare", "prior_values", "target_kind"]
 
 PLATE = "data"
 
@@ -109,6 +109,34 @@ def check_model(
         [(s.name, s.kind, s.shape, s.prior, s.support, s.values) for s in bound.sites],
         columns=["site", "kind", "shape", "prior", "support", "values"],
     )
+
+
+def target_kind(model: Model, x: Data) -> Literal["real", "class", "count", "positive"]:
+    """Return what kind of y a model observes, by the support of its observed site.
+
+    Args:
+        model: A Pyro model `(x, y=None)` with one observed site, `y`.
+        x: A few rows of input.
+
+    Raises:
+        ModelError: The model cannot run without y, or has no site `y`.
+    """
+    model, x, _ = prepare(model, x)
+    device, dtype = _placement(model, x, None, None)
+    with isolated(0, device):
+        trace = _attempt(model, x, None, {}, device, dtype)
+    if isinstance(trace, Exception):
+        raise _failure(trace, x, None) from trace
+    nodes = dict(sample_nodes(trace))
+    if "y" not in nodes:
+        raise ModelError(
+            f"the model has no site 'y'; it has {list(nodes)}: name the observed one so"
+        )
+    support = nodes["y"]["fn"].support
+    lower, upper = _bounds(support)
+    if getattr(support, "is_discrete", False):
+        return "count" if upper is None and lower is not None else "class"
+    return "real" if lower is None else "positive"
 
 
 def prepare(
@@ -363,10 +391,21 @@ def _family(fn: Any) -> str:
     return type(fn).__name__
 
 
-def _words(support: Any) -> str:
+def _bounds(support: Any) -> tuple[Any, Any]:
+    """Return the lower and upper bound of a support, None where there is none."""
+    support = _elementwise(support)
+    return getattr(support, "lower_bound", None), getattr(support, "upper_bound", None)
+
+
+def _elementwise(support: Any) -> Any:
     while hasattr(support, "base_constraint"):
         support = support.base_constraint
-    lower, upper = (getattr(support, f"{side}_bound", None) for side in ("lower", "upper"))
+    return support
+
+
+def _words(support: Any) -> str:
+    support = _elementwise(support)
+    lower, upper = _bounds(support)
     if lower is not None and upper is not None:
         return f"[{_number(lower)}, {_number(upper)}]"
     if lower is not None:

@@ -5,7 +5,6 @@ import datetime
 import importlib.metadata
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from pbnn._version import __version__
 from pbnn.errors import FileError
+from pbnn.files import writing
 from pbnn.model import BoundModel
 
 __all__ = ["FORMAT", "Posterior", "provenance"]
@@ -127,18 +127,8 @@ class Posterior:
             }
         )
         path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        os.close(handle)
-        try:
+        with writing(path) as temporary:
             torch.save(record, temporary)
-            # A temporary file is private to its owner; the result gets what the umask allows.
-            umask = os.umask(0)
-            os.umask(umask)
-            Path(temporary).chmod(0o666 & ~umask)
-            Path(temporary).replace(path)
-        finally:
-            Path(temporary).unlink(missing_ok=True)
         return path
 
     @classmethod

@@ -1,0 +1,302 @@
+"""The command line: arguments in, files and one table out; no numerics.
+
+Nothing heavy is imported before a command runs, so that `pbnn --help` answers at once.
+"""
+
+import argparse
+import ast
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pbnn._version import __version__
+from pbnn.errors import DataError, PbnnError
+
+if TYPE_CHECKING:
+    from pbnn.data import Dataset
+    from pbnn.infer.posterior import Posterior
+    from pbnn.runs import Run
+
+__all__ = ["main"]
+
+GUIDES = ("normal", "lowrank", "kronecker")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit status: 0, 2 for bad input, 130 for Ctrl-C.
+
+    Args:
+        argv: Arguments; those of the process by default.
+    """
+    arguments = _parser().parse_args(argv)
+    warnings.showwarning = _show_warning
+    try:
+        arguments.command(arguments)
+    except PbnnError as error:
+        print(f"pbnn: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("pbnn: interrupted; finished files are kept", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pbnn",
+        description="Bayesian neural networks as Pyro models: fit one model file by SVI and NUTS, "
+        "and see which fit to trust. A model file is code, and it is executed.",
+    )
+    parser.add_argument("--version", action="version", version=f"pbnn {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    compare = commands.add_parser(
+        "compare",
+        help="fit three guides and NUTS, and print one table",
+        description="Fit the model by SVI with three guides and by NUTS, and compare them on "
+        "held-out rows. Leaves a run folder.",
+    )
+    _add_problem(compare)
+    _add_svi(compare)
+    _add_nuts(compare)
+    compare.set_defaults(command=_compare)
+
+    fit = commands.add_parser(
+        "fit",
+        help="fit a model by one road",
+        description="Fit the model by one road. Leaves a run folder.",
+    )
+    _add_problem(fit)
+    fit.add_argument("--method", choices=("svi", "nuts"), default="svi", help="default: svi")
+    fit.add_argument("--guide", choices=GUIDES, default="normal", help="guide of SVI")
+    fit.add_argument("--rank", type=int, help="rank of the low-rank guide")
+    _add_svi(fit)
+    _add_nuts(fit)
+    fit.set_defaults(command=_fit)
+
+    predict = commands.add_parser(
+        "predict",
+        help="predict new rows from a run",
+        description="Predict the rows of a table from a run folder. Columns may be in any order.",
+    )
+    predict.add_argument("run", help="run folder")
+    predict.add_argument("table", help="CSV, Parquet or .npz file with the feature columns")
+    predict.add_argument("--out", required=True, help="CSV file to write")
+    predict.add_argument("--posterior", help="which posterior of the run, such as nuts")
+    predict.add_argument("--seed", type=int, default=0)
+    predict.add_argument("--device")
+    predict.set_defaults(command=_predict)
+    return parser
+
+
+def _add_problem(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="model file, such as models/regression.py")
+    parser.add_argument(
+        "--dataset",
+        required=True,
+        help="CSV, Parquet or .npz file, or diabetes, breast_cancer, wine, iris, digits",
+    )
+    parser.add_argument("--target", help="target column, or several, separated by commas")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="option of the model, such as hidden=64; may be repeated",
+    )
+    parser.add_argument("--drop", action="append", default=[], metavar="COLUMN")
+    parser.add_argument("--categorical", action="append", default=[], metavar="COLUMN")
+    parser.add_argument(
+        "--impute", action="store_true", help="fill missing features from training statistics"
+    )
+    parser.add_argument("--test-fraction", type=float, default=0.2, help="default: 0.2")
+    parser.add_argument("--seed", type=int, default=0, help="of the split and the fits")
+    parser.add_argument("--device", help="such as cuda; default: cpu")
+    parser.add_argument("--out", help="run folder; default: runs/MODEL-DATASET, numbered")
+    parser.add_argument("--quiet", action="store_true", help="no progress bars")
+
+
+def _add_svi(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("SVI")
+    group.add_argument("--steps", type=int, default=5000, help="at most; default: 5000")
+    group.add_argument("--lr", type=float, default=0.01, help="learning rate; default: 0.01")
+    group.add_argument("--batch-size", type=int, help="rows in each step; default: all")
+
+
+def _add_nuts(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("NUTS")
+    group.add_argument("--chains", type=int, default=4, help="default: 4")
+    group.add_argument("--warmup", type=int, default=500, help="default: 500")
+    group.add_argument("--draws", type=int, default=500, help="of each chain; default: 500")
+
+
+def _compare(arguments: argparse.Namespace) -> None:
+    from pbnn.evaluate.comparison import compare
+
+    run, data = _start(arguments)
+    fits: dict[str, Posterior] = {}
+    for guide in GUIDES:
+        fits[guide] = _fit_svi(run, data, arguments, guide)
+        _keep(run, guide, fits[guide])
+    fits["nuts"] = _fit_nuts(run, data, arguments)
+    _keep(run, "nuts", fits["nuts"])
+    units = data.preprocessor.target_units
+    result = compare(
+        fits,
+        run.model,
+        data.x_test,
+        data.y_test,
+        reference="nuts",
+        units=units,
+        seed=arguments.seed,
+        device=arguments.device,
+    )
+    print(result)
+    run.write_table("table", result.table)
+    _export(run, data, fits, arguments)
+    print(f"run folder: {run.folder}")
+
+
+def _fit(arguments: argparse.Namespace) -> None:
+    run, data = _start(arguments)
+    if arguments.method == "nuts":
+        name, posterior = "nuts", _fit_nuts(run, data, arguments)
+    else:
+        name, posterior = arguments.guide, _fit_svi(run, data, arguments, arguments.guide)
+    _keep(run, name, posterior)
+    _export(run, data, {name: posterior}, arguments)
+    print(f"run folder: {run.folder}")
+
+
+def _predict(arguments: argparse.Namespace) -> None:
+    from pbnn.data import read_features
+    from pbnn.files import writing
+    from pbnn.prediction import predict
+    from pbnn.runs import Run
+
+    run = Run.load(arguments.run)
+    posterior = run.posterior(arguments.posterior)
+    x, _ = read_features(arguments.table, run.preprocessor)
+    prediction = predict(
+        run.model,
+        posterior,
+        x,
+        units=run.preprocessor.target_units,
+        seed=arguments.seed,
+        device=arguments.device,
+    )
+    frame = prediction.to_frame(run.preprocessor.classes or None)
+    with writing(Path(arguments.out)) as path:
+        frame.to_csv(path, index=False)
+    print(f"{len(frame)} rows: {arguments.out}")
+
+
+def _start(arguments: argparse.Namespace) -> tuple["Run", "Dataset"]:
+    """Read the data, build the model, open the run folder, and print the table of sites."""
+    from pbnn.data import prepare
+    from pbnn.front_door import check_model
+    from pbnn.runs import Run, free_folder, model_for, target_kind_of
+
+    options = _options(arguments.set)
+    kind = target_kind_of(arguments.model, options)
+    data = prepare(
+        arguments.dataset,
+        arguments.target,
+        target_kind=kind,
+        test_fraction=arguments.test_fraction,
+        seed=arguments.seed,
+        impute=arguments.impute,
+        drop=arguments.drop,
+        categorical=arguments.categorical,
+    )
+    model = model_for(arguments.model, data.preprocessor, options)
+    sites = check_model(model, data.x_train, data.y_train, device=arguments.device)
+    folder = arguments.out or free_folder(arguments.model, data.name)
+    settings = {k: v for k, v in vars(arguments).items() if k != "command"}
+    run = Run.create(folder, arguments.model, model, data.preprocessor, **settings)
+    run.write_table("sites", sites, index=False)
+    print(f"{data.name}: {len(data.x_train)} training rows, {len(data.x_test)} test rows")
+    for note in data.preprocessor.notes:
+        print(note)
+    print(sites.to_string(index=False))
+    return run, data
+
+
+def _options(pairs: Sequence[str]) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals or not name.isidentifier():
+            raise DataError(f"--set {pair}: expected NAME=VALUE, such as --set hidden=64")
+        try:
+            options[name] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            options[name] = text
+    return options
+
+
+def _fit_svi(
+    run: "Run", data: "Dataset", arguments: argparse.Namespace, guide: str
+) -> "Posterior":
+    from pbnn.infer.svi import fit_svi
+
+    return fit_svi(
+        run.model,
+        data.x_train,
+        data.y_train,
+        guide=guide,
+        rank=getattr(arguments, "rank", None),
+        steps=arguments.steps,
+        lr=arguments.lr,
+        batch_size=arguments.batch_size,
+        seed=arguments.seed,
+        device=arguments.device,
+        progress=not arguments.quiet,
+    )
+
+
+def _fit_nuts(run: "Run", data: "Dataset", arguments: argparse.Namespace) -> "Posterior":
+    from pbnn.infer.nuts import fit_nuts
+
+    return fit_nuts(
+        run.model,
+        data.x_train,
+        data.y_train,
+        chains=arguments.chains,
+        warmup=arguments.warmup,
+        draws=arguments.draws,
+        seed=arguments.seed,
+        device=arguments.device,
+        progress=not arguments.quiet,
+    )
+
+
+def _keep(run: "Run", name: str, posterior: "Posterior") -> None:
+    path = posterior.save(run.folder / f"{name}.pt")
+    print(f"{name}: {posterior.seconds:.1f} s, {path}")
+
+
+def _export(
+    run: "Run", data: "Dataset", fits: dict[str, "Posterior"], arguments: argparse.Namespace
+) -> None:
+    """Write one netCDF file for each posterior, and the pictures."""
+    from pbnn.inference_data import to_inference_data, write_netcdf
+    from pbnn.plots import draw_run
+
+    exported = {}
+    for name, posterior in fits.items():
+        exported[name] = to_inference_data(
+            posterior,
+            model=run.model,
+            x=data.x_train,
+            y=data.y_train,
+            x_new=data.x_test,
+            feature_names=data.preprocessor.feature_names,
+            units=data.preprocessor.target_units,
+            seed=arguments.seed,
+            device=arguments.device,
+        )
+        write_netcdf(exported[name], run.folder / f"{name}.nc")
+    draw_run(run.folder, exported, data.y_test, data.preprocessor)

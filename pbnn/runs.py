@@ -1,0 +1,147 @@
+"""The run folder: what `pbnn fit` and `pbnn compare` leave, and what later commands need.
+
+    run.json       the model's file, hash and options; how the table was encoded; settings
+    model.py       a copy of the model file
+    NAME.pt        a posterior, as `Posterior.save` writes it
+    NAME.nc        the same for ArviZ, with predictions for the held-out rows
+    table.csv, sites.csv, *.png
+
+Each file appears under its name only when it is complete.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from pbnn._version import __version__
+from pbnn.data import Preprocessor
+from pbnn.errors import DataError, FileError
+from pbnn.files import writing
+from pbnn.model import load_model
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from torch import nn
+
+    from pbnn.infer.posterior import Posterior
+
+__all__ = ["Run"]
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder.
+
+    Attributes:
+        folder: Where it lies.
+        model: The model, built with the run's options.
+        preprocessor: What encodes new rows as the training rows were.
+        record: What `run.json` holds.
+    """
+
+    folder: Path
+    model: "nn.Module"
+    preprocessor: Preprocessor
+    record: Mapping[str, Any]
+
+    @classmethod
+    def create(
+        cls,
+        folder: str | os.PathLike[str],
+        model_path: str | os.PathLike[str],
+        model: "nn.Module",
+        preprocessor: Preprocessor,
+        **settings: Any,
+    ) -> Self:
+        """Make a run folder that holds all but the posteriors.
+
+        Args:
+            folder: A new or empty folder.
+            model_path: The model file.
+            model: The model that `load_model` built from it.
+            preprocessor: The fitted encoders.
+            **settings: Anything else worth keeping, as plain JSON values.
+
+        Raises:
+            DataError: The folder exists and is not empty.
+        """
+        folder = Path(folder)
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise DataError(f"{folder} exists already; choose another --out, or remove it")
+        folder.mkdir(parents=True, exist_ok=True)
+        record = {
+            "format": FORMAT,
+            "pbnn": __version__,
+            "model": model.pbnn_source,
+            "preprocessor": preprocessor.to_json(),
+            "settings": settings,
+        }
+        with writing(folder / "model.py") as path:
+            shutil.copyfile(model_path, path)
+        with writing(folder / "run.json") as path:
+            path.write_text(json.dumps(record, indent=1), encoding="utf-8")
+        return cls(folder, model, preprocessor, record)
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str]) -> Self:
+        """Open a run folder. Its `model.py` is code: it is executed.
+
+        Raises:
+            FileError: The folder is no run, or its model file is not the one that was fitted.
+        """
+        folder = Path(folder)
+        path = folder / "run.json"
+        if not path.is_file():
+            raise FileError(f"{folder} is no run folder (no run.json); make one with `pbnn fit`")
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            if record["format"] != FORMAT:
+                raise FileError(f"{path} has format {record['format']}; expected {FORMAT}")
+            options = record["model"]["options"]
+            preprocessor = Preprocessor.from_json(record["preprocessor"])
+        except (ValueError, KeyError, TypeError) as error:
+            if isinstance(error, FileError):
+                raise
+            raise FileError(f"{path} is damaged ({type(error).__name__}: {error})") from error
+        model = load_model(folder / "model.py", **options)
+        source: Any = model.pbnn_source
+        if source["sha256"] != record["model"]["sha256"]:
+            raise FileError(
+                f"{folder / 'model.py'} is not the file that was fitted (its hash differs); fit again"
+            )
+        return cls(folder, model, preprocessor, record)
+
+    def posteriors(self) -> list[str]:
+        """Return the names of the saved posteriors, sorted."""
+        return sorted(path.stem for path in self.folder.glob("*.pt"))
+
+    def posterior(self, name: str | None = None) -> "Posterior":
+        """Load a saved posterior.
+
+        Args:
+            name: Its name; needless where there is only one.
+
+        Raises:
+            FileError: There is no such posterior, or several and no name.
+        """
+        from pbnn.infer.posterior import Posterior
+
+        names = self.posteriors()
+        if name is None and len(names) == 1:
+            name = names[0]
+        if name not in names:
+            asked = "which posterior?" if name is None else f"no posterior {name!r};"
+            raise FileError(f"{self.folder}: {asked} expected one of {names} with --posterior")
+        return Posterior.load(self.folder / f"{name}.pt")
+
+    def write_table(self, name: str, table: "pd.DataFrame", *, index: bool = True) -> Path:
+        """Write a table as `NAME.csv`."""
+        with writing(self.folder / f"{name}.csv") as path:
+            table.to_csv(path, index=index)
+        return self.folder / f"{name}.csv"
