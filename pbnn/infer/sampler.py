@@ -1,0 +1,144 @@
+"""Draw from a density: run an engine to its end, with checkpoints, progress and Ctrl-C."""
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from pbnn.errors import FileError
+from pbnn.infer.checkpoint import Checkpoint
+from pbnn.infer.engine import Engine, Options, Stepper, eager
+from pbnn.infer.trajectory import STATS, Density
+
+__all__ = ["SamplerResult", "sample"]
+
+_BOOLEAN = ("diverging", "reached_max_treedepth")
+_WHOLE = ("tree_depth", "n_steps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplerResult:
+    """Draws of all chains, and how they came about.
+
+    Attributes:
+        draws: Unconstrained draws `(chain, draw, dim)`, on the CPU.
+        stats: Statistics `(chain, draw)`, under ArviZ's names.
+        step_size: Step sizes after the warm-up, `(chain,)`.
+        scale: Scales of the mass matrix `(chain, dim)`, or Cholesky factors `(chain, dim, dim)`.
+        lengths: Leapfrogs of each transition, warm-up included, `(chain, transition)`.
+        leapfrogs: Leapfrogs of each chain, searches for a step size included, `(chain,)`.
+        calls: Leapfrogs that the batch made.
+        warmup_divergences: Divergent transitions of the warm-up, `(chain,)`.
+        interrupted: Whether Ctrl-C ended the run; chains are then cut to the shortest.
+    """
+
+    draws: Tensor
+    stats: dict[str, Tensor]
+    step_size: Tensor
+    scale: Tensor
+    lengths: Tensor
+    leapfrogs: Tensor
+    calls: int
+    warmup_divergences: Tensor
+    interrupted: bool
+
+    @property
+    def lockstep_calls(self) -> int:
+        """Leapfrogs of the batch, had each transition waited for the longest of all chains."""
+        return int(self.lengths.max(0).values.sum())
+
+
+def sample(
+    density: Density,
+    init: Callable[[], Tensor],
+    options: Options,
+    *,
+    numbers: Sequence[int] | None = None,
+    stepper: Callable[[Engine], Stepper] | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    identity: Mapping[str, Any] | None = None,
+    every: float = 60.0,
+    progress: bool = False,
+) -> SamplerResult:
+    """Draw from a density by NUTS or HMC, all chains in one batch.
+
+    Args:
+        density: Positions `(chains, dim)` to log densities `(chains,)` and gradients
+            `(chains, dim)`. A chain whose value is not finite diverges; the others go on.
+        init: Returns the starts `(chains, dim)`; dtype and device of the run are theirs. It is not
+            called when a run goes on from a checkpoint.
+        options: How to sample.
+        numbers: Number of each chain in its run, on which its random numbers depend; 0, 1, 2, …
+        stepper: Makes what takes the leapfrogs; by default they run eagerly.
+        checkpoint: Folder of the draws and the state from which a killed run goes on; None keeps
+            all in memory.
+        resume: Go on from the checkpoint, if there is one.
+        identity: What else makes the run what it is; a checkpoint with another one is refused.
+        every: Seconds between two checkpoints.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        The draws; after Ctrl-C those that every chain has.
+
+    Raises:
+        FitError: A start has no finite density.
+        FileError: The checkpoint belongs to another run, or is there and `resume` is False.
+    """
+    saved = Checkpoint(checkpoint, {**_plain(options), **(identity or {})}) if checkpoint else None
+    folder = saved.folder if saved else None
+    if saved is not None and saved.exists and not resume:
+        raise FileError(
+            f"{saved.folder}: holds a checkpoint; pass resume=True to go on from it, or another "
+            "checkpoint="
+        )
+    if saved is not None and saved.exists:
+        engine = Engine.restore(saved.load(), options, folder)
+    else:
+        engine = Engine.start(density, init(), options, numbers, folder)
+    take = stepper(engine) if stepper else eager(density, options.rule)
+    interrupted, last = False, time.monotonic()
+    total = options.transitions * len(engine.done)
+    with tqdm(total=total, initial=int(engine.done.sum()), disable=not progress) as bar:
+        try:
+            while not engine.complete:
+                engine.advance(take)
+                if progress:
+                    bar.set_postfix(engine.summary(), refresh=False)
+                    bar.update(int(engine.done.sum()) - bar.n)
+                if saved and (engine.complete or time.monotonic() - last >= every):
+                    saved.save(engine.state())
+                    last = time.monotonic()
+        except KeyboardInterrupt:
+            interrupted = True
+    return _result(engine, interrupted)
+
+
+def _plain(options: Options) -> dict[str, Any]:
+    plain = dataclasses.asdict(options)
+    return {**plain.pop("rule"), **plain}
+
+
+def _result(engine: Engine, interrupted: bool) -> SamplerResult:
+    kept, lanes = engine.kept, engine.lanes
+    stats = {name: engine.store.stats[:, :kept, i] for i, name in enumerate(STATS)}
+    stats |= {name: stats[name] > 0 for name in _BOOLEAN}
+    stats |= {name: stats[name].long() for name in _WHOLE}
+    return SamplerResult(
+        draws=engine.store.draws[:, :kept],
+        stats=stats,
+        step_size=lanes.step_size.cpu(),
+        scale=lanes.scale.cpu(),
+        lengths=torch.from_numpy(engine.lengths),
+        leapfrogs=lanes.leapfrogs.cpu(),
+        calls=engine.calls,
+        warmup_divergences=torch.from_numpy(engine.divergences[:, 0].copy()),
+        interrupted=interrupted,
+    )
