@@ -1,0 +1,254 @@
+"""NUTS and HMC on a model and its data: all chains in one batch, ending in a `Posterior`."""
+
+import os
+import time
+import warnings
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from pbnn.errors import ConvergenceWarning, FitError, PbnnWarning
+from pbnn.front_door import bind
+from pbnn.infer.checkpoint import digest
+from pbnn.infer.density import Density
+from pbnn.infer.engine import Options
+from pbnn.infer.posterior import Posterior, provenance
+from pbnn.infer.sampler import SamplerResult, sample
+from pbnn.infer.starts import find_starts
+from pbnn.infer.trajectory import Rule
+from pbnn.model import BoundModel, Data, Model, isolated
+
+__all__ = ["fit_nuts", "verdict"]
+
+Values = Mapping[str, Tensor]
+
+
+def fit_nuts(
+    model: Model,
+    x: Data,
+    y: Data = None,
+    *,
+    chains: int = 4,
+    warmup: int = 1000,
+    draws: int = 1000,
+    thin: int = 1,
+    max_tree_depth: int = 10,
+    target_accept: float = 0.8,
+    dense_mass: bool = False,
+    pool_mass: bool = False,
+    init: Literal["prior", "map", "svi"] | Values | Tensor = "prior",
+    constants: Values | None = None,
+    seed: int = 0,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    compile: bool | None = None,
+    algorithm: Literal["nuts", "hmc"] = "nuts",
+    path_length: float = torch.pi / 2,
+    checkpoint: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    progress: bool = True,
+) -> Posterior:
+    """Draw from the posterior by NUTS (Hoffman & Gelman 2014; Betancourt 2017).
+
+    Multinomial trajectories, the generalised U-turn test with Stan's extra sub-tree checks, Stan's
+    warm-up. Chains advance together, leapfrog by leapfrog, but none waits for another: a chain whose
+    trajectory ends begins the next one at the next leapfrog.
+
+    Args:
+        model: A Pyro model `(x, y=None)`.
+        x: Input `(n, …)`, a dict of inputs, or None.
+        y: Observations `(n,)` or `(n, outputs)`, or a dict by site.
+        chains: Number of chains.
+        warmup: Transitions of each chain's warm-up, which are not kept.
+        draws: Kept draws of each chain.
+        thin: Transitions for each kept draw.
+        max_tree_depth: Largest number of doublings of a trajectory.
+        target_accept: Acceptance statistic that the step size is adapted to.
+        dense_mass: Whether the mass matrix is dense; diagonal otherwise.
+        pool_mass: Whether chains share the estimate of their mass matrix.
+        init: Where chains start; see `pbnn.infer.starts.find_starts`.
+        constants: Values of the parameters without a prior, such as `svi.constants`.
+        seed: Seed; a chain's draws depend on it and on the chain's index, not on other chains.
+        device: Where to run; see `pbnn.front_door.bind`.
+        dtype: `torch.float32` or `torch.float64`; see `pbnn.front_door.bind`.
+        compile: Whether to compile; None decides by a rule of graph size, rows and draws.
+        algorithm: "nuts", or "hmc" with trajectories of jittered length.
+        path_length: Mean length of a trajectory of HMC, in units of the posterior's scale.
+        checkpoint: Folder of the draws and the state from which a killed run goes on.
+        resume: Go on from the checkpoint, if there is one.
+        progress: Whether to show a progress bar on stderr.
+
+    Returns:
+        The draws; `stats` hold lp, energy, energy_error, acceptance_rate, step_size, tree_depth,
+        n_steps, diverging and reached_max_treedepth. After Ctrl-C, the draws that all chains have.
+
+    Raises:
+        DataError: The data cannot be used as they are.
+        ModelError: The front door refuses the model, or it has parameters without a prior and no
+            `constants`.
+        FitError: An option is out of range, or no finite start was found.
+        FileError: The checkpoint belongs to another run, or is there and `resume` is False.
+    """
+    if chains < 1:
+        raise FitError(f"chains={chains}; expected at least 1")
+    options = Options(
+        warmup=warmup,
+        draws=draws,
+        thin=thin,
+        target_accept=target_accept,
+        dense_mass=dense_mass,
+        pool_mass=pool_mass,
+        seed=seed,
+        rule=Rule(algorithm, max_tree_depth, path_length),
+    )
+    started = time.perf_counter()
+    bound = bind(model, x, y, device=device, dtype=dtype, constants=constants)
+    _check_constants(bound, constants)
+    density = Density(bound, chains=chains, compile=compile, draws=options.transitions)
+    with isolated(seed, bound.device), torch.no_grad():
+        result = sample(
+            density.value_and_grad,
+            lambda: find_starts(density, init, model, chains, seed),
+            options,
+            checkpoint=checkpoint,
+            resume=resume,
+            identity=_identity(bound, chains, init) if checkpoint else None,
+            progress=progress,
+        )
+    if result.interrupted:
+        _tell_interrupted(result, draws)
+    for message in verdict(result.stats, options):
+        warnings.warn(message, ConvergenceWarning, stacklevel=2)
+    named = {"chains": chains, "warmup": warmup, "draws": draws, "thin": thin}
+    return Posterior(
+        draws=_on_cpu(density.constrain(result.draws.to(bound.device))),
+        deterministic=_on_cpu(density.deterministic(result.draws.to(bound.device))),
+        stats=result.stats,
+        method=algorithm,
+        markov=True,
+        seconds=time.perf_counter() - started,
+        constants=_on_cpu(bound.constants()),
+        buffers=_on_cpu(bound.buffers()),
+        provenance={
+            **provenance(
+                bound,
+                seed=seed,
+                **named,
+                max_tree_depth=max_tree_depth,
+                target_accept=target_accept,
+                dense_mass=dense_mass,
+                pool_mass=pool_mass,
+                init=init if isinstance(init, str) else "values",
+                compile=compile,
+            ),
+            **_account(result, density),
+        },
+    )
+
+
+def verdict(stats: Mapping[str, Tensor], options: Options) -> list[str]:
+    """Say what is wrong with a run, in one line each, with the repair.
+
+    Args:
+        stats: Statistics of the kept draws, `(chain, draw)`.
+        options: How they were drawn.
+
+    Returns:
+        Messages; none for a run that shows no fault here. Whether chains mix is for
+        `pbnn.evaluate` to say.
+    """
+    messages = []
+    total = stats["diverging"].numel()
+    if total == 0:
+        return []
+    divergences = int(stats["diverging"].sum())
+    if divergences:
+        messages.append(
+            f"{divergences} of {total} transitions diverged: the draws miss parts of the posterior; "
+            f"raise target_accept (now {options.target_accept}) or write the model non-centred"
+        )
+    saturated = int(stats["reached_max_treedepth"].sum())
+    if saturated > 0.01 * total:
+        depth = options.rule.max_tree_depth
+        messages.append(
+            f"{saturated} of {total} trajectories ended at max_tree_depth={depth}: draws are "
+            "correlated; raise max_tree_depth, or give a longer warmup"
+        )
+    accept = float(stats["acceptance_rate"].mean())
+    if accept < options.target_accept - 0.15:
+        messages.append(
+            f"mean acceptance {accept:.2f} is below target_accept={options.target_accept}: the step "
+            f"size is not adapted; give a longer warmup (now {options.warmup})"
+        )
+    rhat = _split_rhat(stats["lp"])
+    if rhat > 1.05:
+        messages.append(
+            f"R-hat of the log density is {rhat:.2f} (expected below 1.05): chains have not "
+            f"converged; give more warmup and draws (now {options.warmup} and {options.draws})"
+        )
+    return messages
+
+
+def _split_rhat(lp: Tensor) -> float:
+    """Split R-hat of (chain, draw) (Gelman et al. 2013, eq. 11.4); infinite for too few draws."""
+    half = lp.shape[1] // 2
+    if half < 2:
+        return float("inf")
+    parts = torch.cat([lp[:, :half], lp[:, -half:]]).double()
+    within = parts.var(1).mean()
+    between = parts.mean(1).var()
+    return float(((half - 1) / half + between / within).sqrt())
+
+
+def _check_constants(bound: BoundModel, constants: Values | None) -> None:
+    free = [name for name in bound.named("constant") if name not in (constants or {})]
+    if free:
+        raise FitError(
+            f"parameters without a prior: {', '.join(free)}; give them priors, or freeze them: "
+            "`fit_nuts(…, constants=fit_svi(model, x, y).constants)`"
+        )
+
+
+def _identity(bound: BoundModel, chains: int, init: Any) -> dict[str, Any]:
+    """Name what makes a run what it is, beside the options."""
+    return {
+        "chains": chains,
+        "init": init if isinstance(init, str) else digest(init),
+        "model": digest(
+            [(s.name, s.kind, s.shape, s.prior, s.support) for s in bound.sites],
+            getattr(bound.model, "pbnn_source", None),
+        ),
+        "constants": digest(bound.constants(), bound.buffers()),
+        "data": digest(bound.x, bound.y),
+        "dtype": str(bound.dtype),
+        "device": bound.device.type,
+    }
+
+
+def _account(result: SamplerResult, density: Density) -> dict[str, Any]:
+    """Return what the run did, as plain JSON values."""
+    return {
+        "interrupted": result.interrupted,
+        "leapfrogs": result.leapfrogs.tolist(),
+        "calls": result.calls,
+        "lockstep_calls": result.lockstep_calls,
+        "warmup_divergences": result.warmup_divergences.tolist(),
+        "step_size": result.step_size.tolist(),
+        "compiled": density.compiled,
+        "compile_rule": density.rule,
+    }
+
+
+def _tell_interrupted(result: SamplerResult, draws: int) -> None:
+    kept = result.draws.shape[1]
+    if kept == 0:
+        raise KeyboardInterrupt("interrupted before all chains had a draw")
+    warnings.warn(
+        f"interrupted: {kept} of {draws} draws a chain are kept", PbnnWarning, stacklevel=3
+    )
+
+
+def _on_cpu(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach().cpu() for name, value in values.items()}

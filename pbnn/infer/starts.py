@@ -1,0 +1,111 @@
+"""Where chains start: draws from the prior, short MAP runs, draws of a fitted guide, or values."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pbnn.errors import FitError
+from pbnn.infer.density import Density
+from pbnn.infer.svi import fit_svi
+from pbnn.model import Model
+
+__all__ = ["INITS", "find_starts"]
+
+INITS = ("prior", "map", "svi")
+
+_MAP_STEPS = 300
+"""Steps of the MAP run: short, since the optimum of a hierarchical scale is degenerate."""
+_MAP_RATE = 0.02
+
+
+def find_starts(
+    density: Density,
+    init: str | Mapping[str, Tensor] | Tensor,
+    model: Model,
+    chains: int,
+    seed: int,
+) -> Tensor:
+    """Return a start for each chain, with finite log density.
+
+    Args:
+        density: The log density.
+        init: "prior" (draws from it, again where the density is not finite), "map" (from there a
+            short run of Adam uphill, all chains in one batch), "svi" (draws of a normal guide that
+            is fitted first), values by site `(chains, *site_shape)` or `(*site_shape)`, or
+            unconstrained values `(chains, dim)`.
+        model: The user's model, for "svi".
+        chains: Number of chains.
+        seed: Seed; the start of a chain depends on it and on the chain's index.
+
+    Returns:
+        Unconstrained values `(chains, dim)`.
+
+    Raises:
+        FitError: `init` is none of these, or has another shape; or no finite start was found.
+    """
+    if isinstance(init, Tensor):
+        if init.shape != (chains, density.dim):
+            raise FitError(
+                f"init has shape {tuple(init.shape)}; expected ({chains}, {density.dim}) "
+                "unconstrained values, or a dict of values by site"
+            )
+        return init.detach().to(device=density.device, dtype=density.dtype)
+    if isinstance(init, Mapping):
+        return density.unconstrain(_by_chain(density, init, chains)).reshape(chains, density.dim)
+    if init not in INITS:
+        raise FitError(f"init={init!r}; expected one of {', '.join(INITS)}, or values by site")
+    if init == "svi":
+        bound = density.bound
+        guide = fit_svi(
+            model,
+            bound.x,
+            bound.y,
+            steps=5000,
+            draws=chains,
+            seed=seed,
+            device=bound.device,
+            dtype=bound.dtype,
+            progress=False,
+        )
+        return density.unconstrain({name: value[0] for name, value in guide.draws.items()})
+    starts = density.initial_prior(chains, seed)
+    return starts if init == "prior" else _climb(density, starts)
+
+
+def _by_chain(density: Density, init: Mapping[str, Any], chains: int) -> dict[str, Tensor]:
+    values = {}
+    for site in density.sites:
+        if site.name not in init:
+            raise FitError(
+                f"init has no values for site {site.name!r}; it has {', '.join(init) or 'none'}"
+            )
+        value = torch.as_tensor(init[site.name])
+        if tuple(value.shape) == tuple(site.shape):
+            value = value.expand(chains, *site.shape)
+        if tuple(value.shape) != (chains, *site.shape):
+            raise FitError(
+                f"init[{site.name!r}] has shape {tuple(value.shape)}; expected {tuple(site.shape)} "
+                f"or {(chains, *site.shape)}"
+            )
+        values[site.name] = value
+    return values
+
+
+def _climb(density: Density, starts: Tensor) -> Tensor:
+    """Go uphill by Adam (Kingma & Ba 2015), each chain for itself; keep each chain's best point."""
+    z, mean, square = starts.clone(), torch.zeros_like(starts), torch.zeros_like(starts)
+    best, best_lp = starts, torch.full_like(starts[:, 0], -torch.inf)
+    for k in range(1, _MAP_STEPS + 1):
+        lp, grad = density.value_and_grad(z)
+        usable = lp.isfinite() & grad.isfinite().all(1)
+        better = usable & (lp > best_lp)
+        best = torch.where(better[:, None], z, best)
+        best_lp = torch.where(better, lp, best_lp)
+        grad = torch.where(usable[:, None], grad, torch.zeros_like(grad))
+        mean = 0.9 * mean + 0.1 * grad
+        square = 0.999 * square + 0.001 * grad**2
+        step = mean / (1 - 0.9**k) / ((square / (1 - 0.999**k)).sqrt() + 1e-8)
+        z = torch.where(usable[:, None], z + _MAP_RATE * step, best)
+    return best
