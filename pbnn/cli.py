@@ -7,16 +7,17 @@ import argparse
 import ast
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pbnn._version import __version__
-from pbnn.errors import DataError, PbnnError
+from pbnn.errors import DataError, PbnnError, PbnnWarning
 
 if TYPE_CHECKING:
     from pbnn.data import Dataset
     from pbnn.infer.posterior import Posterior
+    from pbnn.prediction import Prediction
     from pbnn.runs import Run
 
 __all__ = ["main"]
@@ -135,39 +136,43 @@ def _add_nuts(parser: argparse.ArgumentParser) -> None:
 def _compare(arguments: argparse.Namespace) -> None:
     from pbnn.evaluate.comparison import compare
 
+    if not 0 < arguments.test_fraction < 1:
+        raise DataError(
+            f"--test-fraction {arguments.test_fraction}: compare needs held-out rows; expected a "
+            "share between 0 and 1"
+        )
     run, data = _start(arguments)
     fits: dict[str, Posterior] = {}
     for guide in GUIDES:
-        fits[guide] = _fit_svi(run, data, arguments, guide)
-        _keep(run, guide, fits[guide])
-    fits["nuts"] = _fit_nuts(run, data, arguments)
-    _keep(run, "nuts", fits["nuts"])
-    units = data.preprocessor.target_units
+        fits[guide] = _kept(run, guide, _fit_svi(run, data, arguments, guide))
+    fits["nuts"] = _kept(run, "nuts", _fit_nuts(run, data, arguments))
     result = compare(
         fits,
         run.model,
         data.x_test,
         data.y_test,
         reference="nuts",
-        units=units,
+        units=data.preprocessor.target_units,
         seed=arguments.seed,
         device=arguments.device,
     )
-    print(result)
     run.write_table("table", result.table)
-    _export(run, data, fits, arguments)
-    print(f"run folder: {run.folder}")
+    print(f"\n{result}\n")
+    _export(run, data, fits, result.predictions, arguments)
 
 
 def _fit(arguments: argparse.Namespace) -> None:
+    from pbnn.prediction import predict
+
     run, data = _start(arguments)
     if arguments.method == "nuts":
         name, posterior = "nuts", _fit_nuts(run, data, arguments)
     else:
         name, posterior = arguments.guide, _fit_svi(run, data, arguments, arguments.guide)
-    _keep(run, name, posterior)
-    _export(run, data, {name: posterior}, arguments)
-    print(f"run folder: {run.folder}")
+    _kept(run, name, posterior)
+    units = data.preprocessor.target_units
+    prediction = predict(run.model, posterior, data.x_test, units=units, device=arguments.device)
+    _export(run, data, {name: posterior}, {name: prediction}, arguments)
 
 
 def _predict(arguments: argparse.Namespace) -> None:
@@ -193,29 +198,32 @@ def _predict(arguments: argparse.Namespace) -> None:
     print(f"{len(frame)} rows: {arguments.out}")
 
 
+def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+    if issubclass(category, PbnnWarning):
+        print(f"pbnn: warning: {message}", file=sys.stderr)
+
+
 def _start(arguments: argparse.Namespace) -> tuple["Run", "Dataset"]:
     """Read the data, build the model, open the run folder, and print the table of sites."""
-    from pbnn.data import prepare
+    from pbnn.data import prepare, read_table
     from pbnn.front_door import check_model
     from pbnn.runs import Run, free_folder, model_for, target_kind_of
 
     options = _options(arguments.set)
-    kind = target_kind_of(arguments.model, options)
+    table = read_table(arguments.dataset, arguments.target, categorical=arguments.categorical)
     data = prepare(
-        arguments.dataset,
-        arguments.target,
-        target_kind=kind,
+        table,
+        target_kind=target_kind_of(arguments.model, options, table),
         test_fraction=arguments.test_fraction,
         seed=arguments.seed,
         impute=arguments.impute,
         drop=arguments.drop,
-        categorical=arguments.categorical,
     )
     model = model_for(arguments.model, data.preprocessor, options)
     sites = check_model(model, data.x_train, data.y_train, device=arguments.device)
     folder = arguments.out or free_folder(arguments.model, data.name)
     settings = {k: v for k, v in vars(arguments).items() if k != "command"}
-    run = Run.create(folder, arguments.model, model, data.preprocessor, **settings)
+    run = Run.create(folder, arguments.model, model, data.preprocessor, settings)
     run.write_table("sites", sites, index=False)
     print(f"{data.name}: {len(data.x_train)} training rows, {len(data.x_test)} test rows")
     for note in data.preprocessor.notes:
@@ -237,9 +245,7 @@ def _options(pairs: Sequence[str]) -> dict[str, Any]:
     return options
 
 
-def _fit_svi(
-    run: "Run", data: "Dataset", arguments: argparse.Namespace, guide: str
-) -> "Posterior":
+def _fit_svi(run: "Run", data: "Dataset", arguments: argparse.Namespace, guide: str) -> "Posterior":
     from pbnn.infer.svi import fit_svi
 
     return fit_svi(
@@ -273,13 +279,18 @@ def _fit_nuts(run: "Run", data: "Dataset", arguments: argparse.Namespace) -> "Po
     )
 
 
-def _keep(run: "Run", name: str, posterior: "Posterior") -> None:
+def _kept(run: "Run", name: str, posterior: "Posterior") -> "Posterior":
     path = posterior.save(run.folder / f"{name}.pt")
     print(f"{name}: {posterior.seconds:.1f} s, {path}")
+    return posterior
 
 
 def _export(
-    run: "Run", data: "Dataset", fits: dict[str, "Posterior"], arguments: argparse.Namespace
+    run: "Run",
+    data: "Dataset",
+    fits: Mapping[str, "Posterior"],
+    predictions: Mapping[str, "Prediction"],
+    arguments: argparse.Namespace,
 ) -> None:
     """Write one netCDF file for each posterior, and the pictures."""
     from pbnn.inference_data import to_inference_data, write_netcdf
@@ -292,11 +303,13 @@ def _export(
             model=run.model,
             x=data.x_train,
             y=data.y_train,
-            x_new=data.x_test,
+            x_new=data.x_test if len(data.x_test) else None,
             feature_names=data.preprocessor.feature_names,
             units=data.preprocessor.target_units,
             seed=arguments.seed,
             device=arguments.device,
         )
         write_netcdf(exported[name], run.folder / f"{name}.nc")
-    draw_run(run.folder, exported, data.y_test, data.preprocessor)
+    files = draw_run(run.folder, exported, predictions, data.y_test, data.preprocessor.target_units)
+    print(f"pictures: {', '.join(path.name for path in files) or 'none for this target'}")
+    print(f"run folder: {run.folder}")

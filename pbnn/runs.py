@@ -9,18 +9,23 @@
 Each file appears under its name only when it is complete.
 """
 
+import inspect
+import itertools
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
+
 from pbnn._version import __version__
-from pbnn.data import Preprocessor
+from pbnn.data import Preprocessor, Table, TargetKind
 from pbnn.errors import DataError, FileError
 from pbnn.files import writing
+from pbnn.front_door import target_kind
 from pbnn.model import load_model
 
 if TYPE_CHECKING:
@@ -29,9 +34,55 @@ if TYPE_CHECKING:
 
     from pbnn.infer.posterior import Posterior
 
-__all__ = ["Run"]
+__all__ = ["Run", "free_folder", "model_for", "target_kind_of"]
 
 FORMAT = 1
+
+
+def free_folder(model_path: str | os.PathLike[str], dataset: str) -> Path:
+    """Return `runs/MODEL-DATASET`, with a number where that folder is there already."""
+    base = Path("runs") / f"{Path(model_path).stem}-{Path(dataset).stem}"
+    numbered = (base.with_name(f"{base.name}-{k}") for k in itertools.count(2))
+    return next(path for path in itertools.chain([base], numbered) if not path.exists())
+
+
+def target_kind_of(
+    model_path: str | os.PathLike[str], options: Mapping[str, Any], table: Table
+) -> TargetKind:
+    """Return what kind of target a model file observes, before the table is encoded.
+
+    Args:
+        model_path: The model file.
+        options: Keyword arguments of its `Model`.
+        table: The table; of it only the shape of an array of features counts.
+    """
+    # Which numbers stand in x does not matter for the support of y, nor do columns of a frame.
+    shape = table.features.shape[1:] if isinstance(table.features, np.ndarray) else (1,)
+    model = load_model(model_path, in_features=_in_features(shape), **options)
+    return target_kind(model, np.zeros((2, *shape), dtype=np.float32))
+
+
+def _in_features(shape: Sequence[int]) -> int:
+    """Return the features of one row: columns, the channels of an image, the features of a step."""
+    return shape[0] if len(shape) != 2 else shape[1]
+
+
+def model_for(
+    model_path: str | os.PathLike[str], preprocessor: Preprocessor, options: Mapping[str, Any]
+) -> "nn.Module":
+    """Build a model for encoded data: its `in_features`, and `out_features` where it takes one.
+
+    Args:
+        model_path: The model file.
+        preprocessor: The fitted encoders.
+        options: Keyword arguments of its `Model`; they win.
+    """
+    chosen = dict(options)
+    model = load_model(model_path, in_features=preprocessor.in_features, **chosen)
+    if "out_features" in inspect.signature(type(model)).parameters and "out_features" not in chosen:
+        chosen["out_features"] = preprocessor.out_features
+        model = load_model(model_path, in_features=preprocessor.in_features, **chosen)
+    return model
 
 
 @dataclass(frozen=True)
@@ -57,7 +108,7 @@ class Run:
         model_path: str | os.PathLike[str],
         model: "nn.Module",
         preprocessor: Preprocessor,
-        **settings: Any,
+        settings: Mapping[str, Any],
     ) -> Self:
         """Make a run folder that holds all but the posteriors.
 
@@ -66,7 +117,7 @@ class Run:
             model_path: The model file.
             model: The model that `load_model` built from it.
             preprocessor: The fitted encoders.
-            **settings: Anything else worth keeping, as plain JSON values.
+            settings: Anything else worth keeping, as plain JSON values.
 
         Raises:
             DataError: The folder exists and is not empty.
@@ -80,7 +131,7 @@ class Run:
             "pbnn": __version__,
             "model": model.pbnn_source,
             "preprocessor": preprocessor.to_json(),
-            "settings": settings,
+            "settings": dict(settings),
         }
         with writing(folder / "model.py") as path:
             shutil.copyfile(model_path, path)
@@ -113,7 +164,7 @@ class Run:
         source: Any = model.pbnn_source
         if source["sha256"] != record["model"]["sha256"]:
             raise FileError(
-                f"{folder / 'model.py'} is not the file that was fitted (its hash differs); fit again"
+                f"{folder / 'model.py'} is not the file that was fitted (other hash); fit again"
             )
         return cls(folder, model, preprocessor, record)
 

@@ -49,7 +49,7 @@ class Dataset:
 
 
 def prepare(
-    source: "str | Path | pd.DataFrame",
+    source: "str | Path | pd.DataFrame | Table",
     target: str | Sequence[str] | None = None,
     *,
     target_kind: TargetKind,
@@ -62,7 +62,8 @@ def prepare(
     """Read, check, split and encode a table.
 
     Args:
-        source: A path, the name of a shipped set or a data frame, as in `read_table`.
+        source: A path, the name of a shipped set or a data frame, as in `read_table`; or what it
+            returned, which has its target and categories already.
         target: The target's column or columns, as in `read_table`.
         target_kind: What the model's y is: "real", "class", "count" or "positive". The split of a
             class target keeps the shares of the classes, where each class has two rows.
@@ -76,7 +77,9 @@ def prepare(
         DataError: The table cannot be used as it is; one line names the column or the row.
     """
     drop, categorical = ([c] if isinstance(c, str) else list(c) for c in (drop, categorical))
-    table = read_table(source, target, categorical=categorical).without(drop)
+    if not isinstance(source, Table):
+        source = read_table(source, target, categorical=categorical)
+    table = source.without(drop)
     strata = None
     if target_kind == "class":
         strata = _strata(class_labels(table.target, table.rows), test_fraction)

@@ -1,9 +1,10 @@
 """Location and scale: taken from training rows, and the way back to the user's units."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 __all__ = ["Units", "location_and_scale"]
 
@@ -23,6 +24,16 @@ class Units:
 
     loc: NDArray[np.float64]
     scale: NDArray[np.float64]
+
+    def restore(self, standardised: ArrayLike) -> NDArray[Any]:
+        """Return standardised values `(…, n)` or `(…, n, outputs)` in the user's units.
+
+        Integers are classes or counts, never standardised, and stay as they are.
+        """
+        values = np.asarray(standardised)
+        if values.dtype.kind in "biu":
+            return values
+        return np.asarray(self.loc + self.scale * values)
 
 
 def location_and_scale(
@@ -47,7 +58,9 @@ def location_and_scale(
         spread = high - low
         constant = spread <= ROUNDING * np.maximum(abs(low), abs(high))
         unit = np.where(constant, 1.0, spread)
-        loc = np.where(low == high, low, np.nanmean(values, axes, keepdims=True))
-        square = np.nanmean(((values - loc) / unit) ** 2, axes, keepdims=True)
+        n = np.sum(~np.isnan(values), axes, keepdims=True)
+        mean = np.nansum(values, axes, keepdims=True) / n
+        square = np.nansum(((values - mean) / unit) ** 2, axes, keepdims=True) / n
+        loc = np.where(low == high, low, mean)
         scale = np.where(constant, 1.0, unit * np.sqrt(square))
     return loc[0], scale[0], constant[0]

@@ -166,11 +166,7 @@ class _Scored:
         else:
             assert prediction.mean is not None
             assert prediction.quantiles is not None
-            observed = y.double()
-            if units is not None:
-                observed = observed * torch.as_tensor(np.asarray(units.scale)) + torch.as_tensor(
-                    np.asarray(units.loc)
-                )
+            observed = y.double() if units is None else torch.as_tensor(units.restore(y))
             error = (prediction.mean - observed)[~observed.isnan()]
             out["rmse"] = float(error.square().mean().sqrt())
             lower, upper = (prediction.quantiles[p] for p in QUANTILES)

@@ -57,7 +57,8 @@ class Convergence:
             f"{self.verdict}: {self.chains} chains of {self.draws} draws; {good.mean():.0%} of "
             f"{len(good)} probe inputs have R-hat < {RHAT} and bulk ESS > {ESS} "
             f"({SHARE:.0%} needed); worst input {worst}: R-hat {self.rhat[worst]:.3f}, "
-            f"ESS {self.ess[worst]:.0f}; R-hat of {scalars}; {self.divergences} divergences, {self.saturated} saturated trees"
+            f"ESS {self.ess[worst]:.0f}; R-hat of {scalars}; {self.divergences} divergences, "
+            f"{self.saturated} saturated trees"
         )
 
 

@@ -16,6 +16,7 @@ import xarray as xr
 from numpy.typing import ArrayLike, NDArray
 
 from pbnn.errors import DataError, FileError
+from pbnn.files import writing
 from pbnn.inference_data.labels import SAMPLED, UNSAMPLED, for_group, layer_dims, refuse_unused
 
 __all__ = [
@@ -108,15 +109,10 @@ def write_netcdf(data: Container, path: str | os.PathLike[str]) -> Path:
         The path written.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with writing(path) as temporary:
         xr.Dataset(attrs=data.attrs).to_netcdf(temporary, mode="w", engine="h5netcdf")
         for name, dataset in groups(data).items():
             dataset.to_netcdf(temporary, mode="a", group=name, engine="h5netcdf")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
     return path
 
 

@@ -13,8 +13,10 @@ from pbnn.plots.predictive import (
     plot_predicted_against_observed,
     plot_reliability,
 )
+from pbnn.plots.run import draw_run
 
 __all__ = [
+    "draw_run",
     "plot_band",
     "plot_calibration",
     "plot_elbo",

@@ -11,6 +11,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from pbnn.files import writing
+
 __all__ = [
     "BLUE",
     "ORANGE",
@@ -57,13 +59,8 @@ def save(axes: Axes | Sequence[Axes], path: str | os.PathLike[str], *, dpi: int 
     path = Path(path)
     figure = (axes if isinstance(axes, Axes) else axes[0]).get_figure(root=True)
     assert figure is not None
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        figure.savefig(temporary, dpi=dpi, format=path.suffix.lstrip("."))
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with writing(path) as temporary:
+        figure.savefig(temporary, dpi=dpi)
     return path
 
 
