@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from pbnn.data.delimited import parse_number
-from pbnn.data.rows import IMPUTE, Rows, leave_out, listed
+from pbnn.data.rows import IMPUTE, Rows, leave_out, listed, option
 from pbnn.data.units import location_and_scale
 from pbnn.errors import DataError
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Column", "cells_of", "is_categorical", "missing_values", "numbers_of"]
 
 _DATE = re.compile(r"(\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.]\d{4})([T ].*)?")
+_TRUTH = {"true": 1.0, "false": 0.0}
 _DECIMAL_COMMA = re.compile(r"[+-]?\d*,\d+")
 
 
@@ -56,18 +57,21 @@ class Column:
         Raises:
             DataError: The column cannot serve as a feature; the message names it and the row.
         """
-        name, part = str(series.name), series.iloc[train]
-        kind = _kind(series, rows)
+        name, kind = str(series.name), _kind(series)
         if kind == "category":
-            counts = Counter(level for level in _levels(part) if level is not None)
+            counts = Counter(level for level in _levels(series.iloc[train]) if level is not None)
             levels = tuple(sorted(counts))
             fill = max(levels, key=lambda level: counts[level]) if impute else None
             return cls(name, kind, levels=levels, fill=fill, constant=len(levels) == 1)
-        values = numbers_of(part, rows.take(train))
+        if kind == "boolean":
+            truths = _truths(series, rows)[train]
+            majority = float(np.nanmean(truths) > 0.5)
+            constant = bool(np.nanmin(truths) == np.nanmax(truths))
+            return cls(name, kind, fill=majority if impute else None, constant=constant)
+        repair = f"correct it, or take the column as categories with {option('categorical', name)}"
+        values = numbers_of(series, rows, repair)[train]
         means, scales, constants = location_and_scale(values)
         loc, scale, constant = float(means), float(scales), bool(constants)
-        if kind == "boolean":
-            return cls(name, kind, fill=float(loc > 0.5) if impute else None, constant=constant)
         if not (math.isfinite(loc) and math.isfinite(scale)):
             raise DataError(f"column {name!r} ranges too widely to be standardised; rescale it")
         return cls(name, kind, loc, scale, fill=loc if impute else None, constant=constant)
@@ -86,12 +90,9 @@ class Column:
         """
         if self.kind == "category":
             return self._indicators(series, rows)
-        values = numbers_of(series, rows)
+        values = (_truths if self.kind == "boolean" else numbers_of)(series, rows)
         values = np.where(np.isnan(values), np.nan if self.fill is None else self.fill, values)
         self._require_present(np.isnan(values), rows)
-        wrong = ~np.isin(values, (0.0, 1.0))
-        if self.kind == "boolean" and wrong.any():
-            raise DataError(f"column {self.name!r} is neither true nor false in {rows.say(wrong)}")
         encoded: NDArray[np.float64] = (values[:, None] - self.loc) / self.scale
         return encoded
 
@@ -102,9 +103,10 @@ class Column:
         unseen = [i for i, level in enumerate(found) if level not in position]
         if unseen:
             raise DataError(
-                f"column {self.name!r} has the category {found[unseen[0]]!r} in "
-                f"{rows.say(unseen)}, but in no training row; training has {listed(self.levels)}: "
-                f"correct it, merge rare categories, or fit without it (--drop {self.name!r})"
+                f"column {self.name!r} has the category "
+                f"{_first(found[unseen[0]], unseen, rows)}, which no training row has: they have "
+                f"{listed(self.levels)}; correct it, merge rare categories, or fit again and "
+                f"{leave_out(self.name)}"
             )
         codes = [position[str(level)] for level in found]
         return np.eye(len(self.levels))[np.asarray(codes, dtype=np.int64)]
@@ -146,7 +148,9 @@ def is_categorical(series: "Series") -> bool:
     return isinstance(series.dtype, pd.CategoricalDtype)
 
 
-def numbers_of(series: "Series", rows: Rows) -> NDArray[np.float64]:
+def numbers_of(
+    series: "Series", rows: Rows, repair: str = "correct it, or take the row out"
+) -> NDArray[np.float64]:
     """The column as float64, shape `(n,)`, NaN where a value is missing.
 
     Raises:
@@ -164,10 +168,10 @@ def numbers_of(series: "Series", rows: Rows) -> NDArray[np.float64]:
         wrong = [i for i, value in enumerate(parsed) if value is None]
         if wrong:
             first = cells[wrong[0]]
-            comma = isinstance(first, str) and _DECIMAL_COMMA.fullmatch(first)
-            repair = "write decimals with a point" if comma else "correct it, or take the row out"
+            if isinstance(first, str) and _DECIMAL_COMMA.fullmatch(first):
+                repair = "write decimals with a point"
             raise DataError(
-                f"column {series.name!r} has {first!r} in {rows.say(wrong)}, where a number is "
+                f"column {series.name!r} has {_first(first, wrong, rows)}, where a number is "
                 f"expected; {repair}"
             )
         values = np.asarray(parsed, dtype=np.float64)
@@ -180,11 +184,34 @@ def numbers_of(series: "Series", rows: Rows) -> NDArray[np.float64]:
     return values
 
 
+def _truths(series: "Series", rows: Rows) -> NDArray[np.float64]:
+    """The column as 0 for false, 1 for true and NaN where a value is missing, shape `(n,)`."""
+    cells = cells_of(series)
+    values = [
+        _TRUTH.get(c.lower(), _number(c)) if isinstance(c, str) else _number(c) for c in cells
+    ]
+    wrong = [i for i, value in enumerate(values) if value not in (0, 1) and value == value]
+    if wrong:
+        raise DataError(
+            f"column {series.name!r} has {_first(cells[wrong[0]], wrong, rows)}, where true or "
+            "false is expected; correct it, or take the row out"
+        )
+    return np.asarray(values, dtype=np.float64)
+
+
+def _first(cell: object, where: Sequence[int], rows: Rows) -> str:
+    """A cell that is at fault, where it is, and how many rows have such cells."""
+    others = f" (and others in {rows.say(where[1:])})" if len(where) > 1 else ""
+    return f"{str(cell)[:40]!r} in {rows.say(where[0])}{others}"
+
+
 def _number(cell: Any) -> float | None:
     if cell is None:
         return math.nan
     if isinstance(cell, str):
-        return parse_number(cell)
+        # Words for a missing value are the reader's business; here "NA" is text like any other.
+        number = parse_number(cell)
+        return number if number == number else None
     try:
         return float(cell)
     except (TypeError, ValueError, OverflowError):
@@ -204,7 +231,7 @@ def _levels(series: "Series") -> list[str | None]:
     return [level(cell) for cell in cells_of(series)]
 
 
-def _kind(series: "Series", rows: Rows) -> Literal["numeric", "boolean", "category"]:
+def _kind(series: "Series") -> Literal["numeric", "boolean", "category"]:
     """What kind of feature a column is, judged by all its present cells."""
     from pandas.api import types
 
@@ -231,7 +258,7 @@ def _text_kind(name: str, cells: Sequence[str]) -> Literal["numeric", "category"
         raise DataError(
             f"column {name!r} holds dates ({cells[0]!r}); {leave_out(name)}, or code it"
         )
-    numbers = sum(parse_number(cell) is not None for cell in cells)
+    numbers = sum(_number(cell) is not None for cell in cells)
     if len(cells) / 2 < numbers < len(cells) or all(map(_DECIMAL_COMMA.fullmatch, cells)):
         return "numeric"
     distinct = len(set(cells))

@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,7 +85,7 @@ def _text(path: Path) -> str:
 
 def _records(text: str, name: str) -> tuple[list[str], list[list[str]], list[int]]:
     """Header, rows, and the line on which each row starts; each row as long as the header."""
-    first = text.lstrip("\r\n").splitlines()[0]
+    first = re.split(r"[\r\n]", text.lstrip("\r\n"), maxsplit=1)[0]
     delimiter = max(",;\t", key=lambda mark: len(next(csv.reader([first], delimiter=mark))))
     reader = csv.reader(
         io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True, strict=True

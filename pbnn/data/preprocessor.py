@@ -69,7 +69,7 @@ class Preprocessor:
         train = np.asarray(rows, dtype=np.int64)
         where = table.rows.take(train)
         if len(train) < 2:
-            raise DataError(f"{table.name} has {len(train)} training rows; expected at least 2")
+            raise DataError(f"{table.name} has {len(train)} row for training; expected 2 or more")
         require_target(table.target, table.rows)
         features: tuple[Column, ...] | ArrayEncoder
         if isinstance(table.features, np.ndarray):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["IMPUTE", "Rows", "leave_out", "listed"]
+__all__ = ["IMPUTE", "Rows", "leave_out", "listed", "option"]
 
 IMPUTE = (
     "complete them, take those rows out, or fill them from the training rows with impute=True "
@@ -55,5 +55,10 @@ def listed(items: Iterable[object], limit: int = 20) -> str:
 
 
 def leave_out(column: str) -> str:
-    """The line to write to fit without a column."""
-    return f"leave it out with drop=[{column!r}] (--drop {column!r})"
+    """The repair of a column that cannot be used."""
+    return f"leave it out with {option('drop', column)}"
+
+
+def option(name: str, column: str) -> str:
+    """What to write for an option that lists columns, in Python and on the command line."""
+    return f"{name}=[{column!r}] (--{name} {column!r})"

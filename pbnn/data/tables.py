@@ -246,8 +246,9 @@ def _target_columns(
 
 
 def _unknown(column: str, columns: Sequence[str], name: str) -> DataError:
-    close = difflib.get_close_matches(column, columns, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
+    lower = {name.lower(): name for name in columns}
+    close = difflib.get_close_matches(column.lower(), lower, n=1)
+    hint = f"; did you mean {lower[close[0]]!r}?" if close else ""
     return DataError(f"{name} has no column {column!r}; its columns are {listed(columns)}{hint}")
 
 
