@@ -219,9 +219,9 @@ def plot_reliability(
     ax.vlines(centre, low, high, color=BLUE, alpha=0.5)
     ax.plot(centre, accuracy, "o-", color=BLUE)
     for index in full:
-        ax.text(
-            (index + 0.5) / bins, 1.045, f"{counts[index]:,}", ha="center", va="center", size=10
-        )
+        # Thousands as "12k": neighbouring counts must not run into each other.
+        count = f"{counts[index]:,}" if counts[index] < 10_000 else f"{counts[index] / 1000:.0f}k"
+        ax.text((index + 0.5) / bins, 1.045, count, ha="center", va="center", size=10)
     ax.text(1.01, 1.045, "rows", ha="left", va="center", size=10)
     ax.set(
         xlim=(0, 1),
