@@ -96,8 +96,9 @@ def texts(figure):
 
 
 def inner(box):
-    """The letters' own box: a text's is taller than them, by about a fifth on each side."""
-    return box.padded(-0.2 * min(box.width, box.height))
+    """The box of the letters: a text's own is taller than them, by about a fifth on each side."""
+    rotated = box.height > box.width
+    return box.padded(-0.2 * box.width if rotated else 0, 0 if rotated else -0.2 * box.height)
 
 
 def test_no_text_overlaps_or_leaves_the_page(data):
