@@ -184,11 +184,17 @@ def test_parquet_dtypes(write):
 
 
 def test_parquet_index(write):
-    frame = mixed().rename_axis("row").set_index("age", append=True)
-    named = read_table(write(frame), "y")
-    assert list(named.features.columns) == ["row", "age", "city", "smoker"]
+    named = read_table(write(mixed().set_index("age")), "y")
+    assert list(named.features.columns) == ["age", "city", "smoker"]
     filtered = mixed()[lambda f: f.smoker]
     assert list(read_table(write(filtered), "y").features.columns) == ["age", "city", "smoker"]
+
+
+def test_index_of_several_levels():
+    frame = mixed().rename_axis("row").set_index("age", append=True)
+    assert list(read_table(frame, "y").features.columns) == ["row", "age", "city", "smoker"]
+    frame.index = frame.index.set_names([None, "age"])
+    assert list(read_table(frame, "y").features.columns) == ["age", "city", "smoker"]
 
 
 def test_data_frame_is_a_source():
@@ -237,7 +243,19 @@ REFUSED = {
         "bmi,y\n" + lines(lambda i: f"{'abc' if i == 7 else i},{i}"),
         "'bmi' has 'abc' in line 9.*categorical=",
     ),
-    "decimal comma": ("a;y\n" + lines(lambda i: f"{i},5;{i}"), "'0,5' in line 2.*with a point"),
+    "decimal comma": (
+        "a;y\n" + lines(lambda i: f"{i},5;{i}"),
+        "'0,5' in line 2.*a point before decimals",
+    ),
+    "thousands": (
+        "a;y\n" + lines(lambda i: f"{900 if i < 4 else '1,' + str(100 + i)};{i}"),
+        "'1,104' in line 6.*nothing between thousands",
+    ),
+    "index that pandas wrote": ("Unnamed: 0,a,y\n0,1,2\n1,2,3\n2,4,8\n", "an index.*--drop"),
+    "too many categories": (
+        "c,y\n" + lines(lambda i: f"c{i % 1001},{i}", 4004),
+        "'c' has 1001 categories; expected 1000",
+    ),
     "bad target": ("a,y\n" + lines(lambda i: f"{i},{'abc' if i == 7 else i}"), "'y' has 'abc'"),
     "missing": (
         "a,b,y\n" + lines(lambda i: f"{'' if i == 7 else i},{'NA' if i < 4 else i},{i}"),
@@ -300,6 +318,7 @@ def test_refusals_are_one_line_that_names_the_place(write, tmp_path, case):
 
 CLASS_REFUSED = {
     "fraction": ("a,y\n" + lines(lambda i: f"{i},{i / 2}"), "'y' is 0.5 in line 3.*regression.py"),
+    "rounded": ("a,y\n" + lines(lambda i: f"{i},9007199254740992{i % 2}.0"), "'y' is 9.0"),
     "one class": ("a,y\n" + lines(lambda i: f"{i},p"), "'y' is constant .'p'."),
     "missing": ("a,y\n" + lines(lambda i: f"{i},{'' if i == 3 else i % 2}"), "line 5"),
     "only in the test rows": (
@@ -380,6 +399,16 @@ def test_parquet_without_pyarrow(monkeypatch, tmp_path):
     (tmp_path / "rows.parquet").write_bytes(b"")
     with pytest.raises(DataError, match="needs pyarrow to be read: pip install"):
         read_table(tmp_path / "rows.parquet", "y")
+
+
+def test_unreadable_file(write, monkeypatch):
+    def refused(path):
+        raise PermissionError(13, "Permission denied")
+
+    path = write("a,y\n1,2\n")
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    with pytest.raises(DataError, match="cannot be read: Permission denied"):
+        read_table(path, "y")
 
 
 def test_npz_cut_short(write):

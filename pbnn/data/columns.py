@@ -25,7 +25,10 @@ __all__ = ["Column", "cells_of", "is_categorical", "missing_values", "numbers_of
 
 _DATE = re.compile(r"(\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.]\d{4})([T ].*)?")
 _TRUTH = {"true": 1.0, "false": 0.0}
-_DECIMAL_COMMA = re.compile(r"[+-]?\d*,\d+")
+_COMMA_NUMBER = re.compile(r"[+-]?[\d.,]*,\d+")
+
+MAX_LEVELS = 1000
+"""A column of more categories than this would become more columns than any row could inform."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,11 @@ class Column:
         if kind == "category":
             counts = Counter(level for level in _levels(series.iloc[train]) if level is not None)
             levels = tuple(sorted(counts))
+            if len(levels) > MAX_LEVELS:
+                raise DataError(
+                    f"column {name!r} has {len(levels)} categories; expected {MAX_LEVELS} or "
+                    f"fewer: merge rare ones, or {leave_out(name)}"
+                )
             fill = max(levels, key=lambda level: counts[level]) if impute else None
             return cls(name, kind, levels=levels, fill=fill, constant=len(levels) == 1)
         if kind == "boolean":
@@ -168,8 +176,8 @@ def numbers_of(
         wrong = [i for i, value in enumerate(parsed) if value is None]
         if wrong:
             first = cells[wrong[0]]
-            if isinstance(first, str) and _DECIMAL_COMMA.fullmatch(first):
-                repair = "write decimals with a point"
+            if isinstance(first, str) and _COMMA_NUMBER.fullmatch(first):
+                repair = "write a point before decimals, and nothing between thousands"
             raise DataError(
                 f"column {series.name!r} has {_first(first, wrong, rows)}, where a number is "
                 f"expected; {repair}"
@@ -236,6 +244,8 @@ def _kind(series: "Series") -> Literal["numeric", "boolean", "category"]:
     from pandas.api import types
 
     name = str(series.name)
+    if name.startswith("Unnamed: "):
+        raise DataError(f"column {name!r} is an index that pandas wrote; {leave_out(name)}")
     if is_categorical(series):
         return "category"
     if types.is_bool_dtype(series.dtype):
@@ -248,7 +258,6 @@ def _kind(series: "Series") -> Literal["numeric", "boolean", "category"]:
     if all(isinstance(cell, bool | np.bool_) for cell in cells):
         return "boolean"
     if not all(isinstance(cell, str) for cell in cells):
-        # A cell that is not a number is found, and named, where the numbers are taken.
         return "numeric"
     return _text_kind(name, cells)
 
@@ -258,8 +267,10 @@ def _text_kind(name: str, cells: Sequence[str]) -> Literal["numeric", "category"
         raise DataError(
             f"column {name!r} holds dates ({cells[0]!r}); {leave_out(name)}, or code it"
         )
-    numbers = sum(_number(cell) is not None for cell in cells)
-    if len(cells) / 2 < numbers < len(cells) or all(map(_DECIMAL_COMMA.fullmatch, cells)):
+    plain = sum(_number(cell) is not None for cell in cells)
+    with_comma = sum(_COMMA_NUMBER.fullmatch(cell) is not None for cell in cells)
+    if plain < len(cells) and plain + with_comma > len(cells) / 2:
+        # The cells that are not numbers are refused, and named, where the numbers are taken.
         return "numeric"
     distinct = len(set(cells))
     if len(cells) > 1 and (distinct == len(cells) or distinct > max(20, len(cells) / 2)):

@@ -125,8 +125,9 @@ def _typed(cells: list[str], words: Collection[str] | None) -> NDArray[Any]:
     values = [parse_number(cell) for cell in cells]
     if None not in values:
         numbers = np.asarray(values, dtype=np.float64)
-        whole = all(cell.lstrip("+-").isdecimal() for cell in cells)
-        return numbers.astype(np.int64) if whole and (abs(numbers) < 2**53).all() else numbers
+        # 18 digits always fit into 64 bits; a float would merge whole numbers above 2**53.
+        whole = all(cell.lstrip("+-").isdecimal() and len(cell) <= 18 for cell in cells)
+        return np.asarray([int(cell) for cell in cells], dtype=np.int64) if whole else numbers
     texts = [_present(cell) for cell in cells]
     if all(text is None or text.lower() in _BOOLEAN for text in texts):
         truths = [text and _BOOLEAN[text.lower()] for text in texts]

@@ -163,14 +163,16 @@ def _read_frame(path: Path, texts: Mapping[str, Collection[str]]) -> "tuple[pd.D
     try:
         if path.suffix.lower() in _DELIMITED:
             return read_delimited(path, texts)
+    except OSError as error:
+        raise DataError(f"{path.name} cannot be read: {error.strerror}") from error
+    try:
         frame = _plain(pd.read_parquet(path))
-    except DataError:
-        raise
     except ImportError as error:
         raise DataError(
             f"{path.name} needs pyarrow to be read: pip install 'pbnn[parquet]'"
         ) from error
-    except (OSError, ValueError) as error:
+    except Exception as error:
+        # A damaged file makes the reader raise nearly anything, KeyError among it.
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise DataError(f"{path.name} cannot be read: {reason}") from error
     return frame, Rows.counted(len(frame))

@@ -123,6 +123,8 @@ def require_target(frame: "pd.DataFrame", rows: Rows) -> None:
 def class_labels(frame: "pd.DataFrame", rows: Rows) -> list[Label]:
     """The labels of a class target: all text, all whole numbers, or all true or false.
 
+    Blanks around text do not count.
+
     Raises:
         DataError: There are several columns, or a cell is not such a label.
     """
@@ -136,8 +138,8 @@ def class_labels(frame: "pd.DataFrame", rows: Rows) -> list[Label]:
             labels.append(bool(cell))
         elif isinstance(cell, str):
             labels.append(cell.strip())
-        elif isinstance(cell, float | int | np.number) and float(cell).is_integer():
-            labels.append(int(cell))
+        elif (number := _whole(cell)) is not None:
+            labels.append(number)
         else:
             raise DataError(
                 f"target {series.name!r} is {cell!r} in {rows.say(i)}; a class is text, a whole "
@@ -149,6 +151,15 @@ def class_labels(frame: "pd.DataFrame", rows: Rows) -> list[Label]:
                 f"{labels[i]!r} in {rows.say(i)}; write all classes as text"
             )
     return labels
+
+
+def _whole(cell: object) -> int | None:
+    """A whole number, unless it is a float so large that others were rounded to it."""
+    if isinstance(cell, int | np.integer):
+        return int(cell)
+    if isinstance(cell, float | np.floating) and float(cell).is_integer() and abs(cell) <= 2**53:
+        return int(cell)
+    return None
 
 
 def _classes(frame: "pd.DataFrame", rows: Rows) -> tuple[Label, ...]:
