@@ -157,7 +157,11 @@ def _whole(cell: object) -> int | None:
     """A whole number, unless it is a float so large that others were rounded to it."""
     if isinstance(cell, int | np.integer):
         return int(cell)
-    if isinstance(cell, float | np.floating) and float(cell).is_integer() and abs(cell) <= 2**53:
+    if (
+        isinstance(cell, float | np.floating)
+        and float(cell).is_integer()
+        and abs(float(cell)) <= 2**53
+    ):
         return int(cell)
     return None
 
