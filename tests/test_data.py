@@ -202,6 +202,15 @@ def test_data_frame_is_a_source():
     assert data.preprocessor.columns == ["age", "city", "smoker"]
 
 
+def test_a_table_that_was_read_is_a_source():
+    table = read_table(mixed(), "y", categorical=["age"])
+    data = prepare(table, target_kind="real", drop=["age"])
+    assert data.preprocessor.columns == ["city", "smoker"]
+    for option in ({"target": "y"}, {"categorical": ["age"]}):
+        with pytest.raises(DataError, match="was read already"):
+            prepare(table, target_kind="real", **option)
+
+
 def test_one_feature_and_many_outputs(write):
     path = write("a,y,z\n" + lines(lambda i: f"{i},{i * i},{-i}"))
     for target in ("z,y", ["z", "y"]):

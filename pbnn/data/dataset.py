@@ -79,6 +79,10 @@ def prepare(
     drop, categorical = ([c] if isinstance(c, str) else list(c) for c in (drop, categorical))
     if not isinstance(source, Table):
         source = read_table(source, target, categorical=categorical)
+    elif target or categorical:
+        raise DataError(
+            f"{source.name} was read already; give read_table its target and categories"
+        )
     table = source.without(drop)
     strata = None
     if target_kind == "class":
