@@ -16,7 +16,7 @@ from pbnn.data import (
     read_table,
     split_rows,
 )
-from pbnn.data.units import location_and_scale
+from pbnn.data.units import Units, location_and_scale
 from pbnn.errors import DataError
 
 TRAINING = "id,age,city,smoker,zip,flat,y\n" + "".join(
@@ -372,6 +372,15 @@ def test_counts_and_positive_numbers_stay_as_they_are():
         np.testing.assert_array_equal(data.y_train, frame[target])
         assert data.y_train.dtype == np.float64
         assert data.preprocessor.target_units.scale == 1
+
+
+def test_units_restore_what_was_standardised_and_nothing_else():
+    codes = np.array([[0, 2], [1, 1]])
+    restored = Units(np.zeros(()), np.ones(())).restore(codes)
+    assert restored.dtype == codes.dtype
+    np.testing.assert_array_equal(restored, codes)
+    two = Units(np.array([1.0, -1.0]), np.array([2.0, 0.5]))
+    np.testing.assert_array_equal(two.restore(codes[None]), [[[1, 0], [3, -0.5]]])
 
 
 def test_guessed_kinds():

@@ -28,10 +28,10 @@ class Units:
     def restore(self, standardised: ArrayLike) -> NDArray[Any]:
         """Return standardised values `(…, n)` or `(…, n, outputs)` in the user's units.
 
-        Integers are classes or counts, never standardised, and stay as they are.
+        Where the target is not standardised they stay as they are, class codes integers.
         """
         values = np.asarray(standardised)
-        if values.dtype.kind in "biu":
+        if not np.any(self.loc) and np.all(self.scale == 1):
             return values
         return np.asarray(self.loc + self.scale * values)
 
