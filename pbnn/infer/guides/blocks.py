@@ -20,6 +20,7 @@ from torch.distributions import biject_to
 
 from pbnn.errors import FitError, ModelError
 from pbnn.infer.guides.gaussians import (
+    AffineTransform,
     DiagonalRoot,
     LowRankRoot,
     MatrixNormal,
@@ -114,6 +115,13 @@ class Block(PyroModule):  # type: ignore[misc]
         """Return the Gaussian at the present parameters, over the packed value."""
         raise NotImplementedError
 
+    def distribution(self) -> dist.TransformedDistribution:
+        """Return the same as a Pyro distribution."""
+        gaussian = self.gaussian()
+        zero = torch.zeros_like(gaussian.loc)
+        noise = dist.Normal(zero, 1).to_event(zero.dim())
+        return dist.TransformedDistribution(noise, AffineTransform(gaussian))
+
 
 class VectorBlock(Block):
     """A Normal over the flattened sites: independent entries, D + U Uᵀ, or any covariance.
@@ -169,10 +177,10 @@ class MatrixBlock(Block):
 class AutoBlocks(AutoGuide):  # type: ignore[misc]
     """A Pyro AutoGuide made of independent Gaussian blocks in unconstrained space.
 
-    A subclass says in `_make_blocks` which sites share a block. Each block draws standard Normal
-    noise (a masked auxiliary site), maps it to its sites, and adds its log density as a factor;
-    each site is then a Delta that carries the Jacobian of its bijection. So the log probability of
-    a trace of the guide is log q of the constrained values, exactly.
+    A subclass says in `_make_blocks` which sites share a block. The packed value of a block is an
+    auxiliary site, and each of its sites a Delta that carries the Jacobian of its bijection, so
+    that the log probability of a trace of the guide is log q of the constrained values. As for
+    Pyro's AutoNormal, train it by Trace_ELBO: TraceMeanField_ELBO drops the Jacobian of a Delta.
 
     Args:
         model: A Pyro model.
@@ -249,17 +257,8 @@ class AutoBlocks(AutoGuide):  # type: ignore[misc]
             self._setup_prototype(*args, **kwargs)
         unconstrained: dict[str, Tensor] = {}
         for name, block in self.named_blocks().items():
-            gaussian = block.gaussian()
-            zero = torch.zeros_like(gaussian.loc)
-            # The noise is masked: its density is part of the block's, which the factor adds whole.
-            noise = pyro.sample(
-                f"_{name}_noise",
-                dist.Normal(zero, 1).to_event(zero.dim()).mask(False),
-                infer={"is_auxiliary": True},
-            )
-            value, log_q = gaussian.transform(noise)
-            pyro.factor(f"_{name}_log_q", log_q, has_rsample=True)
-            unconstrained.update(block.layout.unpack(value))
+            packed = pyro.sample(f"_{name}", block.distribution(), infer={"is_auxiliary": True})
+            unconstrained.update(block.layout.unpack(packed))
         plates = self._create_plates(*args, **kwargs)
         return {
             name: self._sample_site(site, unconstrained[name], plates)

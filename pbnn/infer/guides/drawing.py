@@ -55,13 +55,18 @@ def prepare_guide(
     """
     if guide.prototype_trace is None:
         guide(*args, **(kwargs or {}))
-    if guide.prototype_trace is None:  # AutoCallable never looks at its model itself
-        with InitMessenger(init_to_fan_in):
-            guide._setup_prototype(*args, **(kwargs or {}))
 
 
 def _latent_sites(guide: Any) -> dict[str, Any]:
     return dict(guide.prototype_trace.iter_stochastic_nodes())
+
+
+def _model_sites(guide: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the latent sites of a guide's model by running it: not every guide keeps them."""
+    hidden = poutine.block(guide.model, guide._prototype_hide_fn)
+    with poutine.block(), InitMessenger(init_to_fan_in):
+        trace = poutine.trace(hidden).get_trace(*args, **kwargs)
+    return dict(trace.iter_stochastic_nodes())
 
 
 def _inherits(guide: Any, base: type, *methods: str) -> bool:
@@ -175,7 +180,7 @@ def _draw_blocks(blocks: Sequence[_Packed], n: int) -> tuple[dict[str, Tensor], 
 def _draw_by_running(
     guide: Any, n: int, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[dict[str, Tensor], Tensor]:
-    sites = _latent_sites(guide)
+    sites = _model_sites(guide, args, kwargs)
     rows: dict[str, list[Tensor]] = {name: [] for name in sites}
     log_q = []
     for _ in range(n):

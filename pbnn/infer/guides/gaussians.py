@@ -230,6 +230,10 @@ class Gaussian(Protocol):
         """Return the log density `(…)` of values `(…, *loc.shape)`."""
         ...
 
+    def whiten(self, value: Tensor) -> Tensor:
+        """Return the noise that `transform` maps to values `(…, *loc.shape)`."""
+        ...
+
     def variance(self) -> Tensor:
         """Return the marginal variances, of the shape of one value."""
         ...
@@ -283,8 +287,11 @@ class VectorNormal(_Density):
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Return the log density `(…)` of values `(…, D)`."""
-        noise = self.root.whiten((value - self.loc).unsqueeze(-1)).squeeze(-1)
-        return _standard_log_density(noise, 1) - self.log_det()
+        return _standard_log_density(self.whiten(value), 1) - self.log_det()
+
+    def whiten(self, value: Tensor) -> Tensor:
+        """Return the noise `(…, D)` that `transform` maps to values `(…, D)`."""
+        return self.root.whiten((value - self.loc).unsqueeze(-1)).squeeze(-1)
 
     def variance(self) -> Tensor:
         """Return the marginal variances, `(D,)`."""
@@ -330,9 +337,12 @@ class MatrixNormal(_Density):
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Return the log density `(…)` of values `(…, out, in)`."""
+        return _standard_log_density(self.whiten(value), 2) - self.log_det()
+
+    def whiten(self, value: Tensor) -> Tensor:
+        """Return the noise `(…, out, in)` that `transform` maps to values `(…, out, in)`."""
         spread = (value - self.loc) / self.scale
-        noise = self.column.whiten(self.row.whiten(spread).mT).mT
-        return _standard_log_density(noise, 2) - self.log_det()
+        return self.column.whiten(self.row.whiten(spread).mT).mT
 
     def variance(self) -> Tensor:
         """Return the marginal variances scale² U_ii V_jj, `(out, in)`."""
@@ -360,33 +370,32 @@ class MatrixNormal(_Density):
 
 
 class AffineTransform(Transform):
-    """The map from noise to value of a vector Gaussian, for torch's TransformedDistribution.
+    """The map from noise to value of a Gaussian, for torch's TransformedDistribution.
 
-    Unlike torch's LowRankMultivariateNormal it holds scales, not their squares, so that 1e-30 stays
-    above zero in float32, and a factor that is too large for its Cholesky gives NaN, not an error.
+    The density of a draw needs no solve, since the noise behind it is kept. And unlike torch's
+    LowRankMultivariateNormal, it holds scales, not their squares, so that 1e-30 stays above zero in
+    float32, and a factor that is too large for its Cholesky gives NaN, not an error.
 
     Args:
         gaussian: The Gaussian.
     """
 
-    domain = constraints.real_vector
-    codomain = constraints.real_vector
     bijective = True
 
-    def __init__(self, gaussian: VectorNormal) -> None:
+    def __init__(self, gaussian: Gaussian) -> None:
         super().__init__(cache_size=1)
         self.gaussian = gaussian
+        self.domain = self.codomain = constraints.independent(constraints.real, gaussian.loc.dim())
 
     def _call(self, x: Tensor) -> Tensor:
         return self.gaussian.transform(x)[0]
 
     def _inverse(self, y: Tensor) -> Tensor:
-        spread = (y - self.gaussian.loc).unsqueeze(-1)
-        return self.gaussian.root.whiten(spread).squeeze(-1)
+        return self.gaussian.whiten(y)
 
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
         """Return log|d y / d x|."""
-        return self.gaussian.log_det().expand(x.shape[:-1])
+        return self.gaussian.log_det().expand(x.shape[: x.dim() - self.gaussian.loc.dim()])
 
 
 def _root_from_tensors(tensors: Mapping[str, Tensor], prefix: str = "") -> Root:

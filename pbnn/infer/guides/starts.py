@@ -1,5 +1,7 @@
 """Where a guide begins: initial values of a network's sites, as Pyro `init_loc_fn`s."""
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,9 +20,9 @@ _WIDEST_GAIN = 2**0.5
 _FLAT_SCALE = 0.1  # unconstrained scale of the start under a prior that cannot be sampled
 
 
-def _fan_in(shape: torch.Size) -> int:
+def _fan_in(shape: Sequence[int]) -> int:
     """Return the number of inputs of one output: 1 for vectors and scalars."""
-    return shape[1:].numel() if len(shape) > 1 else 1
+    return math.prod(shape[1:])
 
 
 def _start_real(prior: Any) -> Tensor:
