@@ -79,7 +79,6 @@ class Density:
         self._data = tuple(data.values())
         self._dims: tuple[int | None, ...] = (None,) * len(data)
         self._state = bool(state)
-        self._constants: tuple[Tensor, ...] = ()
         self._graphs: dict[int, FlatGraph] = {}
         self._draw_graphs: dict[str, FlatGraph] = {}
         self.slow_because: str | None = None
@@ -104,8 +103,8 @@ class Density:
 
     @property
     def data_tensors(self) -> tuple[Tensor, ...]:
-        """What the graph takes after z: data, constants, buffers, and tensors the model holds."""
-        return self._data + self._constants
+        """What the graph takes after z: x, y, parameters without a prior and buffers."""
+        return self._data
 
     def graph(self, z: Tensor, *data: Tensor) -> tuple[Tensor, Tensor]:
         """Return log density `(chains,)` and gradient `(chains, dim)`; pure, for use in a graph.
@@ -114,7 +113,7 @@ class Density:
             z: Unconstrained values `(chains, dim)`.
             *data: `data_tensors`.
         """
-        value, grad = self._prepare(z.shape[0]).module(z, *data)
+        value, grad = self._prepare(z.shape[0])(z, *data)
         return value, grad
 
     def value_and_grad(self, z: Tensor) -> tuple[Tensor, Tensor]:
@@ -329,7 +328,6 @@ class Density:
 
         with isolated(0, self.device):
             graph = trace(batched, (self._start.repeat(chains, 1), *self._data))
-        self._constants = graph.constants
         self._graphs[chains] = graph
         return graph
 
@@ -391,9 +389,8 @@ class Density:
             if graph is None:
                 graph = trace(function, [v[0] for v in inputs] + list(data))
                 self._draw_graphs[function.__name__] = graph
-            held = (*data, *graph.constants)
-            dims = (*(0 for _ in inputs), *(None for _ in held))
-            return vmap(graph.module, dims, chunk_size=_BLOCK)(*inputs, *held)
+            dims = (*(0 for _ in inputs), *(None for _ in data))
+            return vmap(graph, dims, chunk_size=_BLOCK)(*inputs, *data)
 
 
 def _counts(_: str, node: Any) -> bool:

@@ -11,6 +11,8 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.overrides import TorchFunctionMode
 
+from pbnn.infer.rewrite import Rewriter, share
+
 __all__ = ["FlatGraph", "LaneSafe", "trace"]
 
 _READS = (
@@ -67,11 +69,14 @@ class FlatGraph:
     Attributes:
         module: The graph; it takes the traced inputs and then `constants`, and returns a tuple.
         constants: Tensors that the function held, now inputs.
-        nodes: Number of calls.
     """
 
     module: fx.GraphModule
     constants: tuple[Tensor, ...]
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        """Run the graph as it is."""
+        return self.module(*inputs, *self.constants)
 
     @property
     def nodes(self) -> int:
@@ -85,13 +90,16 @@ def trace(function: Callable[..., Any], inputs: Sequence[Tensor]) -> FlatGraph:
     Writes into inputs (a counter in a buffer, running statistics) are left out: what a density
     reads, it never changes. Tensors that the function holds become further inputs.
 
+    The graph is rewritten as `pbnn.infer.rewrite` says.
+
     Args:
-        function: Function of tensors that returns a tensor or a tuple of tensors.
+        function: Function of tensors that returns a tuple of tensors.
         inputs: Example inputs; the graph holds for their shapes.
 
     Returns:
         The graph.
     """
+    # Tracing runs the function, so writes into inputs must not reach the caller's tensors.
     module = make_fx(functionalize(function))(*(value.clone() for value in inputs))
     graph = module.graph
     for node in reversed(graph.nodes):
@@ -99,6 +107,10 @@ def trace(function: Callable[..., Any], inputs: Sequence[Tensor]) -> FlatGraph:
             graph.erase_node(node)
     constants = _lift(module)
     graph.eliminate_dead_code()
+    module = make_fx(Rewriter(module, constants).run)(*inputs)
+    constants = _lift(module)
+    share(module.graph)
+    module.graph.eliminate_dead_code()
     module.recompile()
     return FlatGraph(module, constants)
 
