@@ -142,8 +142,8 @@ def test_other_kinds_of_guides_are_drawn(kind):
         guide = make_guide(AutoStructured, model)
     elif kind == "list":
         guide = AutoGuideList(model)
-        guide.append(AutoNormal(poutine.block(model, expose=["scale", "share"])))
-        guide.append(AutoKronecker(poutine.block(model, hide=["scale", "share"])))
+        guide.append(AutoKronecker(poutine.block(model, expose=["scale", "share"])))
+        guide.append(AutoKronecker(poutine.block(model, hide=["scale", "share"]), bias="separate"))
     elif kind == "function":
 
         def by_hand(x, y=None):

@@ -7,13 +7,8 @@ from guide_cases import clean  # noqa: F401
 from torch.distributions import LowRankMultivariateNormal, MultivariateNormal
 from torch.distributions.kl import kl_divergence
 
-from pbnn.infer.guides.gaussians import (
-    DiagonalRoot,
-    LowRankRoot,
-    MatrixNormal,
-    TriangularRoot,
-    VectorNormal,
-)
+from pbnn.infer.guides.gaussians import MatrixNormal, VectorNormal
+from pbnn.infer.guides.roots import DiagonalRoot, LowRankRoot, TriangularRoot
 
 
 def roots(n, dtype=torch.float64):

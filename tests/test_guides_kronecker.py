@@ -18,7 +18,7 @@ from torch.distributions import MultivariateNormal
 
 from pbnn.errors import FitError, PbnnWarning
 from pbnn.infer.guides import AutoKronecker, approximation, dense_moments, draw_guide
-from pbnn.infer.guides.gaussians import DiagonalRoot, LowRankRoot, TriangularRoot
+from pbnn.infer.guides.roots import DiagonalRoot, LowRankRoot, TriangularRoot
 
 
 class Layer(PyroModule):

@@ -45,7 +45,12 @@ def test_start_is_a_prior_draw_unless_the_prior_is_too_wide():
 
 def test_start_of_priors_without_moments_or_samples():
     cauchy = init_to_fan_in(site(dist.Cauchy(0.0, 1.0).expand([50, 200]).to_event(2)))
-    assert cauchy.std() == pytest.approx(0.1, rel=0.04)
+    # Of 10,000 medians of 15 draws a few are beyond their quartiles' distance, and kept.
+    assert cauchy.std() == pytest.approx(0.1, rel=0.2)
+    shifted = dist.TransformedDistribution(
+        dist.Normal(0.0, 1.0).expand([9]), dist.transforms.AffineTransform(100.0, 0.01)
+    )  # torch knows no moments of it
+    assert (init_to_fan_in(site(shifted.to_event(1))) - 100).abs().max() < 0.1
     flat = init_to_fan_in(site(dist.ImproperUniform(constraints.real, (), (50, 200))))
     assert flat.shape == (50, 200)
     assert 0 < flat.std() < 0.1

@@ -19,14 +19,12 @@ from torch import Tensor
 from torch.distributions import biject_to
 
 from pbnn.errors import FitError, ModelError
-from pbnn.infer.guides.gaussians import (
-    AffineTransform,
+from pbnn.infer.guides.gaussians import AffineTransform, MatrixNormal, VectorNormal
+from pbnn.infer.guides.roots import (
     DiagonalRoot,
     LowRankRoot,
-    MatrixNormal,
     Root,
     TriangularRoot,
-    VectorNormal,
     unit_mean_variance,
 )
 from pbnn.infer.guides.sites import Layout, constrain, is_real
@@ -257,7 +255,9 @@ class AutoBlocks(AutoGuide):  # type: ignore[misc]
             self._setup_prototype(*args, **kwargs)
         unconstrained: dict[str, Tensor] = {}
         for name, block in self.named_blocks().items():
-            packed = pyro.sample(f"_{name}", block.distribution(), infer={"is_auxiliary": True})
+            packed = pyro.sample(
+                f"_{self._pyro_name}.{name}", block.distribution(), infer={"is_auxiliary": True}
+            )
             unconstrained.update(block.layout.unpack(packed))
         plates = self._create_plates(*args, **kwargs)
         return {

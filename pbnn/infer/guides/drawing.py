@@ -20,15 +20,9 @@ from torch import Tensor
 
 from pbnn.errors import ModelError
 from pbnn.infer.guides.blocks import AutoBlocks
-from pbnn.infer.guides.gaussians import (
-    DiagonalRoot,
-    LowRankRoot,
-    MatrixNormal,
-    TriangularRoot,
-    VectorNormal,
-    gaussian_from_tensors,
-)
+from pbnn.infer.guides.gaussians import MatrixNormal, VectorNormal, gaussian_from_tensors
 from pbnn.infer.guides.lowrank import AutoLowRank
+from pbnn.infer.guides.roots import DiagonalRoot, LowRankRoot, TriangularRoot
 from pbnn.infer.guides.sites import Layout, constrain, unconstrain
 from pbnn.infer.guides.starts import init_to_fan_in
 
@@ -235,7 +229,8 @@ def approximation(guide: Any) -> dict[str, Any] | None:
 
     Returns:
         None for a guide that is no product of Gaussians known here, else a dict of
-        - `family`: "normal", "lowrank", "multivariate normal" or "blocks";
+        - `family`: "normal", "lowrank", "multivariate_normal", "kronecker", "layer_lowrank" or
+          "patterns";
         - `sites`: name and unconstrained shape of each site, in the model's order;
         - `blocks`: for each independent block its `sites` in packing order, its `rows` (see
           `Layout`), and the `prefix` of its tensors' names;
@@ -267,7 +262,7 @@ def approximation(guide: Any) -> dict[str, Any] | None:
 def _family(guide: Any, blocks: Sequence[_Packed]) -> str:
     if isinstance(guide, AutoBlocks):
         return guide.family
-    names = {DiagonalRoot: "normal", LowRankRoot: "lowrank", TriangularRoot: "multivariate normal"}
+    names = {DiagonalRoot: "normal", LowRankRoot: "lowrank", TriangularRoot: "multivariate_normal"}
     gaussian = blocks[0].gaussian
     assert isinstance(gaussian, VectorNormal)
     return names[type(gaussian.root)]

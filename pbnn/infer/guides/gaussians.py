@@ -1,4 +1,4 @@
-"""Gaussian families as plain tensors: square roots of covariances, and densities built on them.
+"""Gaussian families as plain tensors: a mean and roots of covariances (roots.py) with a density.
 
 Nothing here learns (see blocks.py) and nothing knows a model (see drawing.py). Every family is an
 invertible affine map of standard Normal noise, so that the density of a draw needs no solve:
@@ -15,197 +15,15 @@ from torch import Tensor
 from torch.distributions import constraints
 from torch.distributions.transforms import Transform
 
+from pbnn.infer.guides.roots import Root, root_from_tensors
+
 __all__ = [
     "AffineTransform",
-    "DiagonalRoot",
     "Gaussian",
-    "LowRankRoot",
     "MatrixNormal",
-    "Root",
-    "TriangularRoot",
     "VectorNormal",
     "gaussian_from_tensors",
-    "unit_mean_variance",
 ]
-
-
-class Root(Protocol):
-    """An invertible n × n square root A of a covariance A Aᵀ."""
-
-    def multiply(self, x: Tensor) -> Tensor:
-        """Return A x for x of shape `(…, n, m)`."""
-        ...
-
-    def whiten(self, x: Tensor) -> Tensor:
-        """Return A⁻¹ x for x of shape `(…, n, m)`."""
-        ...
-
-    def log_det(self) -> Tensor:
-        """Return log|A|, half the log determinant of the covariance."""
-        ...
-
-    def variance(self) -> Tensor:
-        """Return the diagonal of A Aᵀ, of shape `(n,)`."""
-        ...
-
-    def covariance(self) -> Tensor:
-        """Return A Aᵀ, of shape `(n, n)`."""
-        ...
-
-    def scaled(self, factor: Tensor) -> "Root":
-        """Return the root `factor · A`, for a scalar factor."""
-        ...
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that rebuild this root."""
-        ...
-
-
-@dataclass(frozen=True)
-class DiagonalRoot:
-    """A = diag(scale).
-
-    Attributes:
-        scale: Standard deviations, `(n,)`.
-    """
-
-    scale: Tensor
-
-    def multiply(self, x: Tensor) -> Tensor:
-        """Return A x for x of shape `(…, n, m)`."""
-        return self.scale.unsqueeze(-1) * x
-
-    def whiten(self, x: Tensor) -> Tensor:
-        """Return A⁻¹ x for x of shape `(…, n, m)`."""
-        return x / self.scale.unsqueeze(-1)
-
-    def log_det(self) -> Tensor:
-        """Return log|A|."""
-        return self.scale.log().sum(-1)
-
-    def variance(self) -> Tensor:
-        """Return the diagonal of A Aᵀ."""
-        return self.scale.square()
-
-    def covariance(self) -> Tensor:
-        """Return A Aᵀ."""
-        return self.scale.square().diag_embed()
-
-    def scaled(self, factor: Tensor) -> "DiagonalRoot":
-        """Return the root `factor · A`."""
-        return DiagonalRoot(factor * self.scale)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that rebuild this root."""
-        return {"scale": self.scale}
-
-
-@dataclass(frozen=True)
-class TriangularRoot:
-    """A lower triangular with a positive diagonal: the Cholesky factor of any covariance.
-
-    Attributes:
-        tril: The factor, `(n, n)`.
-    """
-
-    tril: Tensor
-
-    def multiply(self, x: Tensor) -> Tensor:
-        """Return A x for x of shape `(…, n, m)`."""
-        return self.tril @ x
-
-    def whiten(self, x: Tensor) -> Tensor:
-        """Return A⁻¹ x for x of shape `(…, n, m)`."""
-        noise: Tensor = torch.linalg.solve_triangular(self.tril, x, upper=False)
-        return noise
-
-    def log_det(self) -> Tensor:
-        """Return log|A|."""
-        return self.tril.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-
-    def variance(self) -> Tensor:
-        """Return the diagonal of A Aᵀ."""
-        return self.tril.square().sum(-1)
-
-    def covariance(self) -> Tensor:
-        """Return A Aᵀ."""
-        return self.tril @ self.tril.mT
-
-    def scaled(self, factor: Tensor) -> "TriangularRoot":
-        """Return the root `factor · A`."""
-        return TriangularRoot(factor * self.tril)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that rebuild this root."""
-        return {"tril": self.tril}
-
-
-@dataclass(frozen=True)
-class LowRankRoot:
-    """A Aᵀ = S (I + G Gᵀ) S with S = diag(scale) and G of r columns.
-
-    The square root is A = S (I + G (I + L)⁻¹ Gᵀ) with L the Cholesky factor of I + Gᵀ G, as
-    multiplying out shows; it costs O(n r) a column, and noise of n values instead of n + r.
-
-    Attributes:
-        scale: Scales S, `(n,)`; the marginal scale of entry i is S_i sqrt(1 + |G_i|²).
-        factor: G, `(n, r)`, relative to `scale`.
-    """
-
-    scale: Tensor
-    factor: Tensor
-
-    def _capacitance_root(self) -> Tensor:
-        g = self.factor
-        eye = torch.eye(g.shape[-1], dtype=g.dtype, device=g.device)
-        root, info = torch.linalg.cholesky_ex(eye + g.mT @ g)
-        # Overflow must reach the loss as NaN, where the fit stops at it, never as a traceback here.
-        checked: Tensor = torch.where(info == 0, root, torch.nan)
-        return checked
-
-    def multiply(self, x: Tensor) -> Tensor:
-        """Return A x for x of shape `(…, n, m)`."""
-        g, root = self.factor, self._capacitance_root()
-        eye = torch.eye(root.shape[-1], dtype=root.dtype, device=root.device)
-        inner: Tensor = torch.linalg.solve_triangular(eye + root, g.mT @ x, upper=False)
-        return self.scale.unsqueeze(-1) * (x + g @ inner)
-
-    def whiten(self, x: Tensor) -> Tensor:
-        """Return A⁻¹ x = (I − G (I + Lᵀ)⁻¹ L⁻¹ Gᵀ) S⁻¹ x for x of shape `(…, n, m)`."""
-        g, root = self.factor, self._capacitance_root()
-        eye = torch.eye(root.shape[-1], dtype=root.dtype, device=root.device)
-        x = x / self.scale.unsqueeze(-1)
-        inner = torch.linalg.solve_triangular(root, g.mT @ x, upper=False)
-        inner = torch.linalg.solve_triangular(eye + root.mT, inner, upper=True)
-        noise: Tensor = x - g @ inner
-        return noise
-
-    def log_det(self) -> Tensor:
-        """Return log|A|."""
-        capacitance = self._capacitance_root().diagonal(dim1=-2, dim2=-1)
-        return self.scale.log().sum(-1) + capacitance.log().sum(-1)
-
-    def variance(self) -> Tensor:
-        """Return the diagonal of A Aᵀ."""
-        return self.scale.square() * (1 + self.factor.square().sum(-1))
-
-    def covariance(self) -> Tensor:
-        """Return A Aᵀ."""
-        g = self.scale.unsqueeze(-1) * self.factor
-        return self.scale.square().diag_embed() + g @ g.mT
-
-    def scaled(self, factor: Tensor) -> "LowRankRoot":
-        """Return the root `factor · A`."""
-        return LowRankRoot(factor * self.scale, self.factor)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that rebuild this root."""
-        return {"scale": self.scale, "factor": self.factor}
-
-
-def unit_mean_variance(root: Root) -> Root:
-    """Return the root scaled so that its covariance has a diagonal of mean 1."""
-    return root.scaled(root.variance().mean().rsqrt())
 
 
 def _standard_log_density(noise: Tensor, event_dim: int) -> Tensor:
@@ -398,21 +216,13 @@ class AffineTransform(Transform):
         return self.gaussian.log_det().expand(x.shape[: x.dim() - self.gaussian.loc.dim()])
 
 
-def _root_from_tensors(tensors: Mapping[str, Tensor], prefix: str = "") -> Root:
-    if f"{prefix}tril" in tensors:
-        return TriangularRoot(tensors[f"{prefix}tril"])
-    if f"{prefix}factor" in tensors:
-        return LowRankRoot(tensors[f"{prefix}scale"], tensors[f"{prefix}factor"])
-    return DiagonalRoot(tensors[f"{prefix}scale"])
-
-
 def gaussian_from_tensors(tensors: Mapping[str, Tensor]) -> VectorNormal | MatrixNormal:
     """Return the Gaussian whose method `tensors` gave these tensors."""
     if tensors["loc"].dim() == 1:
-        return VectorNormal(tensors["loc"], _root_from_tensors(tensors))
+        return VectorNormal(tensors["loc"], root_from_tensors(tensors))
     return MatrixNormal(
         tensors["loc"],
         tensors["scale"],
-        _root_from_tensors(tensors, "row."),
-        _root_from_tensors(tensors, "column."),
+        root_from_tensors(tensors, "row."),
+        root_from_tensors(tensors, "column."),
     )

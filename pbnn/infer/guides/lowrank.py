@@ -9,7 +9,8 @@ from pyro.nn import PyroParam
 
 from pbnn.errors import FitError
 from pbnn.infer.guides.blocks import AutoBlocks, Block, GuideSite, VectorBlock
-from pbnn.infer.guides.gaussians import AffineTransform, LowRankRoot, VectorNormal
+from pbnn.infer.guides.gaussians import AffineTransform, VectorNormal
+from pbnn.infer.guides.roots import LowRankRoot
 from pbnn.infer.guides.starts import init_to_fan_in
 
 __all__ = ["DEFAULT_RANK", "AutoLayerLowRank", "AutoLowRank", "check_rank"]

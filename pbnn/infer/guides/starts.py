@@ -17,6 +17,8 @@ __all__ = ["init_to_fan_in"]
 
 # The widest of the usual fan-in rules: He et al. 2015, "Delving deep into rectifiers", eq. 10.
 _WIDEST_GAIN = 2**0.5
+_QUARTILE_DRAWS = 15
+_NORMAL_QUARTILES = 1.349  # distance between the quartiles of N(0, 1)
 _FLAT_SCALE = 0.1  # unconstrained scale of the start under a prior that cannot be sampled
 
 
@@ -30,14 +32,20 @@ def _start_real(prior: Any) -> Tensor:
     value: Tensor = prior.sample()
     widest = _WIDEST_GAIN / _fan_in(prior.event_shape) ** 0.5
     try:
-        mean, spread = prior.mean, prior.stddev
+        mean, spread = prior.mean.expand(value.shape), prior.stddev.expand(value.shape)
     except NotImplementedError:
-        mean = spread = value.new_tensor(torch.nan)
-    mean, spread = mean.expand(value.shape), spread.expand(value.shape)
-    narrow = value + (mean - value) * (1 - widest / spread).clamp(min=0)
-    # A prior without a finite scale (Cauchy) says nothing about where a weight should begin.
-    fresh = torch.where(mean.isfinite(), mean, 0) + widest * torch.randn_like(value)
-    return torch.where(spread.isfinite() & mean.isfinite(), narrow, fresh)
+        mean = spread = torch.full_like(value, torch.nan)
+    if mean.isfinite().all() and spread.isfinite().all():
+        value = value + (mean - value) * (1 - widest / spread).clamp(min=0)
+        return value
+    # A draw of a heavy tail can lie anywhere, and moments can be unknown: the quartiles serve.
+    draws = prior.sample((_QUARTILE_DRAWS,)).sort(0).values
+    low, middle, high = (draws[len(draws) * k // 4] for k in (1, 2, 3))
+    # A median of so few draws is itself wide; nearer to 0 than the quartiles are apart, it is 0.
+    middle = torch.where(middle.abs() < high - low, 0, middle)
+    spread = ((high - low) / _NORMAL_QUARTILES).clamp(max=widest)
+    value = middle + spread * torch.randn_like(value)
+    return value
 
 
 def _start_flat(prior: Any) -> Tensor:
@@ -67,8 +75,8 @@ def init_to_fan_in(site: Any = None) -> Any:
 
     - A real site starts at one draw of its prior. Where the prior is wider than the fan-in scale
       sqrt(2 / fan in) (fan in is 1 for vectors and scalars), the draw's distance from the prior
-      mean is shrunk to that scale; where the prior has no finite scale, the start is a Normal of
-      that scale.
+      mean is shrunk to that scale. Where the prior has no known or finite scale, the start is a
+      Normal about its median, as wide as its quartiles say and no wider than that scale.
     - A site with another support (a scale, a probability) starts at its prior median.
     - A site whose prior cannot be sampled (`ImproperUniform`) starts at an unconstrained draw of
       scale at most 0.1, mapped to its support.
