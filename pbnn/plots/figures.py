@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -42,7 +43,8 @@ STYLE: Any = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "legend.fontsize": 12,
-    "legend.frameon": False,
+    "legend.edgecolor": "none",
+    "legend.framealpha": 0.8,
     "lines.linewidth": 2.0,
 }
 WIDE = (8.0, 5.0)
@@ -64,6 +66,7 @@ def save(axes: Axes | Sequence[Axes], path: str | os.PathLike[str], *, dpi: int 
     return path
 
 
+@mpl.rc_context(STYLE)
 def new_axes(size: tuple[float, float]) -> Axes:
     """Axes in a figure of their own, which pyplot does not know and nothing has to close."""
     figure = Figure(figsize=size, layout="constrained")
@@ -71,6 +74,7 @@ def new_axes(size: tuple[float, float]) -> Axes:
     return figure.subplots()
 
 
+@mpl.rc_context(STYLE)
 def grid(panels: int) -> list[Axes]:
     """Axes of equal ranges: up to three in a row, more in a square."""
     columns = panels if panels <= 3 else int(np.ceil(np.sqrt(panels)))

@@ -26,6 +26,7 @@ def plot_band(
     site: str = "y",
     levels: Sequence[float] = (0.5, 0.9),
     units: str = "",
+    legend: bool = True,
     ax: Axes | None = None,
 ) -> Axes:
     """Plot f(x) over one input: mean and central bands over draws, with the data.
@@ -42,6 +43,7 @@ def plot_band(
         site: Observed site.
         levels: Probabilities of the bands.
         units: Name of the unit of y, for the labels.
+        legend: Whether to draw one; of many panels, one will do.
         ax: Axes to draw on.
 
     Raises:
@@ -67,7 +69,8 @@ def plot_band(
     if points is not None:
         ax.plot(*points, "o", color="0.15", markersize=4, label="data", zorder=3)
     ax.set(xlabel=name, ylabel=label("f(x)", units), title="Draws of f(x)")
-    ax.legend()
+    if legend:
+        ax.legend()
     return ax
 
 
