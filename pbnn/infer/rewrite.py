@@ -146,6 +146,10 @@ class Rewriter(fx.Interpreter):
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
         small = [self._smallest(arg) for arg in args]
+        turned = self._turned(small)
+        if turned is not None and not kwargs:
+            swapped = self._pointwise(target, *(self._turn(arg, turned) for arg in small))
+            return self._spread(self._transpose(swapped, *turned), shape)
         if not kwargs and len(args) == 2:
             result = self._binary(target, *args, small)
         else:
@@ -153,6 +157,22 @@ class Rewriter(fx.Interpreter):
         if result is None:
             result = target(*small, **kwargs)
         return self._spread(result, shape)
+
+    def _turned(self, args: Sequence[Any]) -> tuple[int, int] | None:
+        """Return the two axes by whose exchange the largest argument lies in memory in order."""
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        largest = max(tensors, key=Tensor.numel)
+        before = self._of(largest).transposed
+        if before is None or largest.ndim < max(tensor.ndim for tensor in tensors):
+            return None
+        first, second = sorted(before[1])
+        return first - largest.ndim, second - largest.ndim
+
+    def _turn(self, value: Any, axes: tuple[int, int]) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        missing = (1,) * max(0, -axes[0] - value.ndim)
+        return self._transpose(self._view(value, torch.Size([*missing, *value.shape])), *axes)
 
     def _before(self, value: Any) -> Any:
         """Return what was broadcast to a value, or the value."""
@@ -217,6 +237,10 @@ class Rewriter(fx.Interpreter):
         before = self._of(value).transposed
         if before is not None and before[1] == axes:
             return before[0]
+        if max(axes) - min(axes) == 1 and 1 in (value.shape[first], value.shape[second]):
+            shape = list(value.shape)
+            shape[first], shape[second] = shape[second], shape[first]
+            return self._view(value, torch.Size(shape))
         result = value.transpose(first, second)
         self._of(result).transposed = (value, axes)
         small = self._of(value).small
@@ -249,8 +273,14 @@ class Rewriter(fx.Interpreter):
         repeats = prod(value.shape[dim] // small.shape[dim] for dim in dims if small.shape[dim])
         if kwargs or not value.is_floating_point() or value.numel() == 0:
             return _aten.sum.dim_IntList(value, dims, keepdim, **kwargs)
+        turned = self._turned([small])
         if all(small.shape[dim] == 1 for dim in dims):
             total = self._view(small, torch.Size(kept))
+        elif turned is not None:
+            first, second = (axis % small.ndim for axis in turned)
+            over = [{first: second, second: first}.get(dim, dim) for dim in dims]
+            total = _aten.sum.dim_IntList(self._transpose(small, first, second), over, True)
+            total = self._view(self._transpose(total, first, second), torch.Size(kept))
         else:
             total = _aten.sum.dim_IntList(small, dims, keepdim)
         return self._spread(total if repeats == 1 else total * repeats, shape)
@@ -258,6 +288,9 @@ class Rewriter(fx.Interpreter):
     def _bmm(self, a: Tensor, b: Tensor) -> Tensor:
         lanes, rows, inner = a.shape
         columns = b.shape[2]
+        if inner == 1 and rows > columns:
+            a, b = self._transpose(b, 1, 2), self._transpose(a, 1, 2)
+            return self._transpose(self._pointwise(_aten.mul.Tensor, a, b), 1, 2)
         if inner == 1:
             return self._pointwise(_aten.mul.Tensor, a, b)
         shared_a, shared_b = self._shared(a), self._shared(b)
