@@ -45,7 +45,9 @@ def test_weight_of_unequal_factors_has_the_kronecker_covariance():
     block = guide.named_blocks()["fc.weight.matrix_normal"]
     u = torch.tensor([[1.0, 0.6, -0.3], [0.6, 0.8, 0.1], [-0.3, 0.1, 0.5]])
     v = torch.tensor([[0.9, -0.5], [-0.5, 0.6]])
-    block.row.tril, block.column.tril = torch.linalg.cholesky(u), torch.linalg.cholesky(v)
+    for factor, covariance in ((block.row, u), (block.column, v)):
+        tril = torch.linalg.cholesky(covariance)
+        factor.scale, factor.unit_tril = tril.diagonal(), tril / tril.diagonal()[:, None]
     block.scale = (u.diagonal().mean() * v.diagonal().mean()).sqrt()  # both factors are pinned
     values, log_q = draw_guide(guide, 200_000, seed=0)
     flat = values["fc.weight"].flatten(1)

@@ -77,22 +77,23 @@ class _RootParameters(PyroModule):  # type: ignore[misc]
     def __init__(self, kind: RootKind, size: int, init_scale: float, like: Tensor) -> None:
         super().__init__()
         self.kind, rank = kind if isinstance(kind, tuple) else (kind, 0)
+        if size == 1:  # all forms are the same
+            self.kind = "diagonal"
+        scale = like.new_full((size,), init_scale)
+        # Everything else is relative to `scale`, so that one learning rate suits all of it.
         if self.kind == "full":
-            tril = init_scale * torch.eye(size, dtype=like.dtype, device=like.device)
-            self.tril = PyroParam(tril, constraints.softplus_lower_cholesky)
+            unit = torch.eye(size, dtype=like.dtype, device=like.device)
+            self.unit_tril = PyroParam(unit, constraints.unit_lower_cholesky)
         elif self.kind == "lowrank":
             # Zero columns are a stationary point in expectation: begin with half of the variance.
             factor = torch.randn_like(like.new_empty(size, rank)) / rank**0.5
-            scale = init_scale * (1 + factor.square().sum(-1)).rsqrt()
-            self.scale = PyroParam(scale, constraints.softplus_positive)
+            scale = scale * (1 + factor.square().sum(-1)).rsqrt()
             self.factor = PyroParam(factor)
-        else:
-            scale = like.new_full((size,), init_scale)
-            self.scale = PyroParam(scale, constraints.softplus_positive)
+        self.scale = PyroParam(scale, constraints.softplus_positive)
 
     def root(self) -> Root:
         if self.kind == "full":
-            return TriangularRoot(self.tril)
+            return TriangularRoot(self.scale.unsqueeze(-1) * self.unit_tril)
         if self.kind == "lowrank":
             return LowRankRoot(self.scale, self.factor)
         return DiagonalRoot(self.scale)
