@@ -13,16 +13,39 @@ from pyro import poutine
 from pyro.distributions.transforms import biject_to
 from pyro.infer.autoguide.initialization import InitMessenger
 from torch import Tensor, nn
+from torch.distributions import Bernoulli, Categorical
 
-from pbnn.errors import DataError, ModelError, PbnnWarning
-from pbnn.model import BoundModel, Data, Model, Site, copied, isolated, run, sample_nodes
+from pbnn.checks import (
+    bounds,
+    check_density,
+    check_output,
+    check_plates,
+    check_sites,
+    list_sites,
+    support_of,
+    unwrapped,
+)
+from pbnn.errors import DataError, ModelError
+from pbnn.model import (
+    BoundModel,
+    Data,
+    FunctionModel,
+    Model,
+    copied,
+    isolated,
+    leaves,
+    run,
+    sample_nodes,
+    take,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["PLATE", "bind", "check_model", "length", "prepare", "prior_values", "target_kind"]
+__all__ = ["bind", "check_model", "observations", "prepare", "prior_values", "target_kind"]
 
-PLATE = "data"
+# Draws from the prior on which the model may fail (a matrix just not positive definite, say).
+_TRIES = 10
 
 
 def bind(
@@ -59,22 +82,18 @@ def bind(
     )
     where, kind = _placement(model, x, device, dtype)
     with isolated(0, where):
-        sampled = _attempt(model, x, None, {}, where, kind)
-        if isinstance(sampled, poutine.Trace):
-            y = _cast(y, sampled)
-        fill = _fill(model, x, y, where, kind)
+        single = _attempt(model, take(x, slice(0, 1)), None, {}, where, kind)
+        sampled = single if isinstance(single, poutine.Trace) else None
+        y, fill = observations(model, x, y, sampled, where, kind)
         trace = _attempt(model, x, y, fill, where, kind)
         if isinstance(trace, Exception):
             raise _failure(trace, x, y) from trace
-        sites = (*_sites(trace), *_constants(model, trace))
-        rows = _check_sites(trace, sites, x, y, kind)
-        if rows is not None and isinstance(sampled, Exception):
-            raise ModelError(
-                f"the model cannot run without y ({_line(sampled)}); write `def forward(self, x, "
-                "y=None)` and pass y only as `obs=y`, so that it can predict"
-            ) from sampled
+        sites = list_sites(model, trace)
+        rows = check_sites(trace, sites, y, _length(x, y), kind)
+        if rows is not None and x is not None:
+            _check_single(single)
         bound = BoundModel(model, x, y, sites, rows, fill, where, kind)
-        _check_density(bound, trace)
+        check_density(bound, trace)
     return bound
 
 
@@ -132,11 +151,13 @@ def target_kind(model: Model, x: Data) -> Literal["real", "class", "count", "pos
         raise ModelError(
             f"the model has no site 'y'; it has {list(nodes)}: name the observed one so"
         )
-    support = nodes["y"]["fn"].support
-    lower, upper = _bounds(support)
-    if getattr(support, "is_discrete", False):
-        return "count" if upper is None and lower is not None else "class"
-    return "real" if lower is None else "positive"
+    fn = unwrapped(nodes["y"]["fn"])
+    support = support_of(fn)
+    if isinstance(fn, Categorical | Bernoulli):
+        return "class"
+    if support.is_discrete:
+        return "count"
+    return "real" if bounds(support)[0] is None else "positive"
 
 
 def prepare(
@@ -148,7 +169,7 @@ def prepare(
     dtype: torch.dtype | None = None,
     constants: Mapping[str, Tensor] | None = None,
     buffers: Mapping[str, Tensor] | None = None,
-) -> tuple[Model, Data, Data]:
+) -> tuple[nn.Module, Data, Data]:
     """Bring a model (a copy of it, in eval mode) and its data to one device and one dtype.
 
     Arguments and errors are those of `bind`, which also runs the model.
@@ -157,27 +178,40 @@ def prepare(
         raise ModelError(f"model is {type(model).__name__}; expected a Pyro model (x, y=None)")
     where, kind = _placement(model, x, device, dtype)
     x, y = _tensors("x", x, where, kind), _tensors("y", y, where, kind)
+    for name, value in leaves(x):
+        if value.ndim == 0:
+            raise DataError(f"x{_key(name)} is one number; expected rows, of shape (n, …)")
     lengths = {
-        **{f"x[{k!r}]" if k else "x": v.shape[0] for k, v in _leaves(x)},
-        **{f"y[{k!r}]" if k else "y": v.shape[0] for k, v in _leaves(y) if v.ndim},
+        **{f"x{_key(k)}": v.shape[0] for k, v in leaves(x)},
+        **{f"y{_key(k)}": v.shape[0] for k, v in leaves(y) if v.ndim},
     }
     if x is not None and len(set(lengths.values())) > 1:
         found = ", ".join(f"{k} has {n}" for k, n in lengths.items())
         raise DataError(f"rows differ: {found}; expected as many rows in each")
     if 0 in lengths.values():
         raise DataError("the data have no rows; expected at least one")
-    for name, value in _leaves(x):
-        bad = ~value.isfinite() if value.is_floating_point() else torch.zeros(1, dtype=torch.bool)
+    for name, value in leaves(x):
+        bad = ~value.isfinite()
         if bad.any():
-            row = int(bad.reshape(len(bad), -1).any(1).nonzero()[0])
-            raise DataError(
-                f"x{f'[{name!r}]' if name else ''} is not finite in row {row}; impute or drop it"
-            )
-    for name, value in _leaves(y):
+            raise DataError(f"x{_key(name)} is not finite in row {_row(bad)}; impute or drop it")
+    for name, value in leaves(y):
         if value.is_floating_point() and value.isinf().any():
-            raise DataError(f"y{f'[{name!r}]' if name else ''} is infinite in some row")
-    model = _with_state(copied(model, where, kind), {**(constants or {}), **(buffers or {})})
-    return model, x, y
+            raise DataError(f"y{_key(name)} is infinite in some row")
+    module = model if isinstance(model, nn.Module) else _as_module(model, x, y, where, kind)
+    module = copied(module, where, kind)
+    _set_state(module, {**(constants or {}), **(buffers or {})})
+    return module, x, y
+
+
+def _as_module(
+    function: Model, x: Data, y: Data, device: torch.device, dtype: torch.dtype
+) -> nn.Module:
+    """Hold the `pyro.param` statements of a plain function in a module, as it first meets them."""
+    with isolated(0, device):
+        trace = _attempt(function, x, y, {}, device, dtype)
+    if isinstance(trace, Exception):
+        raise _failure(trace, x, y) from trace
+    return FunctionModel(function, [n for n in trace.nodes.values() if n["type"] == "param"])
 
 
 def prior_values(dtype: torch.dtype, device: torch.device) -> InitMessenger:
@@ -200,24 +234,16 @@ def prior_values(dtype: torch.dtype, device: torch.device) -> InitMessenger:
     return InitMessenger(value)
 
 
-def length(x: Data, y: Data = None) -> int:
-    """Return the number of rows of x, or of y where x is None."""
-    return next(v.shape[0] for _, v in (*_leaves(x), *_leaves(y)))
-
-
-def _leaves(data: Data) -> list[tuple[str, Tensor]]:
-    if data is None:
-        return []
-    return list(data.items()) if isinstance(data, Mapping) else [("", data)]
-
-
 def _tensors(name: str, data: Data, device: torch.device, dtype: torch.dtype) -> Data:
     if data is None:
         return None
     if isinstance(data, Mapping):
         return {k: _tensors(f"{name}[{k!r}]", v, device, dtype) for k, v in data.items()}
     if not isinstance(data, Tensor):
-        array = np.asarray(data)
+        try:
+            array = np.asarray(data)
+        except ValueError as error:
+            raise DataError(f"{name} is no array: {error}") from error
         if array.dtype.kind not in "fiub":
             raise DataError(f"{name} has type {array.dtype}; expected numbers")
         data = torch.from_numpy(np.array(array))
@@ -233,25 +259,26 @@ def _placement(
     """Decide on the one device and dtype of a fit, by the order that `bind` documents."""
     held = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
     held = [t for t in held if t.is_floating_point()]
-    given = [v for _, v in _leaves(x) if isinstance(v, Tensor)]
+    given = [v for _, v in leaves(x) if isinstance(v, Tensor)]
     if device is None:
         where = next((t.device for t in (*held, *given)), torch.device("cpu"))
     else:
-        where = torch.device(device)
+        try:
+            where = torch.device(device)
+        except RuntimeError as error:
+            raise ModelError(f"device is {device!r}; expected such as 'cpu' or 'cuda'") from error
     if where.type == "cuda" and not torch.cuda.is_available():
         raise ModelError(f"device {str(where)!r} was asked for, but torch sees no CUDA device")
     if dtype is None:
-        floats = [t.dtype for t in (*held, *given) if t.is_floating_point()]
-        dtype = torch.float64 if torch.float64 in floats else torch.get_default_dtype()
+        floats = (t.dtype for t in (*held, *given) if t.is_floating_point())
+        dtype = next(floats, torch.get_default_dtype())
     if dtype not in (torch.float32, torch.float64):
         raise ModelError(f"dtype is {dtype}; expected torch.float32 or torch.float64")
     return where, dtype
 
 
-def _with_state(model: Model, values: Mapping[str, Tensor]) -> Model:
-    """Set constants and buffers: in a module in place, around a plain function by a handler."""
-    if not isinstance(model, nn.Module):
-        return poutine.substitute(model, data=dict(values)) if values else model
+def _set_state(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Set constants and buffers in place."""
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, value in values.items():
         if name not in held or held[name].shape != value.shape:
@@ -262,7 +289,6 @@ def _with_state(model: Model, values: Mapping[str, Tensor]) -> Model:
             )
         with torch.no_grad():
             held[name].copy_(value)
-    return model
 
 
 def _attempt(
@@ -274,11 +300,14 @@ def _attempt(
     dtype: torch.dtype,
 ) -> poutine.Trace | Exception:
     """Run the model on prior draws with all argument checks on; return the trace or the error."""
-    try:
-        with prior_values(dtype, device):
-            return run(model, {}, x, y, fill=fill, checks=True)
-    except Exception as error:
-        return error
+    failure: Exception
+    for _ in range(_TRIES):
+        try:
+            with prior_values(dtype, device):
+                return run(model, {}, x, y, fill=fill, checks=True)
+        except Exception as error:
+            failure = error
+    return failure
 
 
 def _line(error: Exception) -> str:
@@ -287,17 +316,74 @@ def _line(error: Exception) -> str:
 
 def _failure(error: Exception, x: Data, y: Data) -> ModelError:
     shapes = ", ".join(
-        f"{label}{f'[{k!r}]' if k else ''} of shape {tuple(v.shape)}"
+        f"{label}{_key(k)} of shape {tuple(v.shape)}"
         for label, data in (("x", x), ("y", y))
-        for k, v in _leaves(data)
+        for k, v in leaves(data)
     )
-    hint = (
-        "; a row of several values is one event: add `.to_event(1)` to the distribution of 'y', "
-        "and write `pyro.plate('data', x.shape[0])`"
-        if "inside plate" in str(error)
-        else ""
-    )
+    hint = ""
+    if "inside plate" in str(error):
+        hint = (
+            "; a row of several values is one event: add `.to_event(1)` to the distribution of "
+            "'y', and write `pyro.plate('data', x.shape[0])`"
+        )
+    elif any(not v.is_floating_point() for _, v in leaves(x)):
+        hint = "; x holds integers, which stay integers: pass `x.float()` where numbers are meant"
     return ModelError(f"the model failed on {shapes or 'no data'}: {_line(error)}{hint}")
+
+
+def _key(name: str) -> str:
+    return f"[{name!r}]" if name else ""
+
+
+def _length(x: Data, y: Data) -> int | None:
+    """Return the number of rows of x, or of y where x is None."""
+    return next((v.shape[0] for _, v in (*leaves(x), *leaves(y)) if v.ndim), None)
+
+
+def _row(bad: Tensor) -> int:
+    """Return the first row in which something is bad."""
+    return int(bad.reshape(bad.shape[0] if bad.ndim else 1, -1).any(1).nonzero()[0])
+
+
+def _check_single(single: poutine.Trace | Exception) -> None:
+    """Refuse a model with rows that cannot run on one row of x and no y."""
+    if isinstance(single, Exception):
+        raise ModelError(
+            f"the model cannot run on one row without y ({_line(single)}); so that it can predict, "
+            "write `def forward(self, x, y=None)` and `pyro.plate('data', x.shape[0])`, and pass y "
+            "only as `obs=y`"
+        ) from single
+    check_plates(single, 1)
+    check_output(single, 1)
+
+
+def observations(
+    model: nn.Module,
+    x: Data,
+    y: Data,
+    sampled: poutine.Trace | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[Data, dict[str, Tensor]]:
+    """Give y the kind of number that its sites sample, and find what takes the place of NaN.
+
+    Args:
+        model: The model, as `prepare` returns it.
+        x: Input, likewise.
+        y: Observations, likewise.
+        sampled: The model run without y; None where it cannot be.
+        device: Where everything lies.
+        dtype: Floating type of everything.
+
+    Returns:
+        y, and by observed site a legal value in the place of NaN that the model masks.
+
+    Raises:
+        DataError: y has fractions where classes are expected, or NaN that the model does not mask.
+    """
+    if sampled is not None:
+        y = _cast(y, sampled)
+    return y, _fill(model, x, y, device, dtype)
 
 
 def _cast(y: Data, sampled: poutine.Trace) -> Data:
@@ -310,10 +396,11 @@ def _cast(y: Data, sampled: poutine.Trace) -> Data:
         if not value.is_floating_point() and sample.is_floating_point():
             return value.to(sample.dtype)
         if value.is_floating_point() and not sample.is_floating_point():
-            if not bool((value == value.round()).all()):
+            odd = value != value.round()
+            if odd.any():
                 raise DataError(
-                    f"y at site {name!r} has values that are not whole numbers; expected "
-                    "classes or counts"
+                    f"y at site {name!r} is not a whole number in row {_row(odd)}; expected "
+                    "classes or counts, none of them missing"
                 )
             return value.to(sample.dtype)
         return value
@@ -327,7 +414,7 @@ def _fill(
     model: Model, x: Data, y: Data, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """Return a legal value for each observed site whose y has NaN, all of them masked."""
-    missing = {k or "y": v for k, v in _leaves(y) if v.is_floating_point() and v.isnan().any()}
+    missing = {k or "y": v for k, v in leaves(y) if v.is_floating_point() and v.isnan().any()}
     if not missing:
         return {}
     fill = {}
@@ -337,221 +424,16 @@ def _fill(
         fill[name] = value[~value.isnan()][0]
     with prior_values(dtype, device), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pyro announces the very NaN that is looked for
-        trace = run(model, {}, x, y)
-        trace.compute_log_prob()
+        try:
+            trace = run(model, {}, x, y)
+            trace.compute_log_prob()
+        except Exception as error:
+            raise _failure(error, x, y) from error
     for name, value in missing.items():
-        if name not in trace.nodes or trace.nodes[name]["log_prob"].isnan().any():
-            row = int(value.isnan().reshape(len(value), -1).any(1).nonzero()[0])
+        if name in trace.nodes and trace.nodes[name]["log_prob"].isnan().any():
             raise DataError(
-                f"y is NaN in row {row} and the model does not mask it; drop the row, or write "
-                "`with poutine.mask(mask=y is None or ~y.isnan()):` around the observed site"
+                f"y is NaN in row {_row(value.isnan())} and the model does not mask it; drop the "
+                "row, or write `with poutine.mask(mask=y is None or ~y.isnan()):` around the "
+                "observed site"
             )
     return fill
-
-
-def _sites(trace: poutine.Trace) -> list[Site]:
-    sites = []
-    for name, node in sample_nodes(trace):
-        fn, infer = node["fn"], node["infer"]
-        frames = {f.name: f for f in node["cond_indep_stack"]}
-        if infer.get("_deterministic"):
-            kind = "deterministic"
-        elif infer.get("is_auxiliary") and node["is_observed"]:
-            kind = "factor"
-        else:
-            kind = "observed" if node["is_observed"] else "latent"
-        sites.append(
-            Site(
-                name=name,
-                kind=kind,  # type: ignore[arg-type]
-                shape=tuple(node["value"].shape),
-                prior="" if kind in ("deterministic", "factor") else _family(fn),
-                support="" if kind in ("deterministic", "factor") else _words(fn.support),
-                row_dim=frames[PLATE].dim if PLATE in frames else None,
-                discrete=bool(getattr(fn.support, "is_discrete", False)),
-            )
-        )
-    return sites
-
-
-def _constants(model: Model, trace: poutine.Trace) -> list[Site]:
-    """List parameters without a prior: the module's, and `pyro.param` statements."""
-    held = {k: v for k, v in model.named_parameters()} if isinstance(model, nn.Module) else {}
-    named = {k: n["value"] for k, n in trace.nodes.items() if n["type"] == "param"}
-    # Pyro writes the parameters of plain modules inside a PyroModule as `module$$$parameter`.
-    named = {k.replace("$$$", "."): v for k, v in named.items()}
-    named = {k: v for k, v in named.items() if k not in held and f"{k}_unconstrained" not in held}
-    return [Site(k, "constant", tuple(v.shape)) for k, v in {**held, **named}.items()]
-
-
-def _family(fn: Any) -> str:
-    """Name a distribution as its author wrote it, without the wrappers that shape it."""
-    while type(fn).__name__ in ("Independent", "ExpandedDistribution", "MaskedDistribution"):
-        fn = fn.base_dist
-    return type(fn).__name__
-
-
-def _bounds(support: Any) -> tuple[Any, Any]:
-    """Return the lower and upper bound of a support, None where there is none."""
-    support = _elementwise(support)
-    return getattr(support, "lower_bound", None), getattr(support, "upper_bound", None)
-
-
-def _elementwise(support: Any) -> Any:
-    while hasattr(support, "base_constraint"):
-        support = support.base_constraint
-    return support
-
-
-def _words(support: Any) -> str:
-    support = _elementwise(support)
-    lower, upper = _bounds(support)
-    if lower is not None and upper is not None:
-        return f"[{_number(lower)}, {_number(upper)}]"
-    if lower is not None:
-        return {0.0: "positive"}.get(lower, f"above {_number(lower)}")
-    return type(support).__name__.lstrip("_").lower()
-
-
-def _number(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float | int) else "…"
-
-
-def _check_sites(
-    trace: poutine.Trace, sites: tuple[Site, ...], x: Data, y: Data, dtype: torch.dtype
-) -> int | None:
-    """Refuse what no road can run; return the number of rows of plate `data`, if there is one."""
-    nodes = trace.nodes
-    observed = [s for s in sites if s.kind == "observed"]
-    latent = [s for s in sites if s.kind == "latent"]
-    if not latent:
-        raise ModelError(
-            "the model has no latent site; declare a prior, such as "
-            "`self.fc.weight = PyroSample(dist.Normal(0., 1.).expand([1, 3]).to_event(2))`"
-        )
-    if not observed and not any(s.kind == "factor" for s in sites):
-        raise ModelError(
-            "the model observes nothing; write `pyro.sample('y', …, obs=y)` in plate 'data'"
-        )
-    for name, _ in _leaves(y):
-        if (name or "y") not in {s.name for s in observed} and (name or len(observed) != 1):
-            raise ModelError(
-                f"y is given for site {name or 'y'!r}, which the model does not observe; it "
-                f"observes {[s.name for s in observed]}"
-            )
-    for site in latent:
-        _check_latent(site, nodes[site.name], dtype)
-    rows = None
-    given = dict((name or "y", value) for name, value in _leaves(y))
-    for site in observed:
-        frames = nodes[site.name]["cond_indep_stack"]
-        _check_frames(site.name, frames, length(x, y) if (x is not None or y is not None) else None)
-        if site.row_dim is not None:
-            rows = next(f.size for f in frames if f.name == PLATE)
-            _check_output(nodes["_RETURN"]["value"], rows)
-        _check_observed(site, nodes[site.name], given.get(site.name), nodes["_RETURN"]["value"])
-    return rows
-
-
-def _check_latent(site: Site, node: Any, dtype: torch.dtype) -> None:
-    name, fn, value = site.name, node["fn"], node["value"]
-    if site.discrete:
-        raise ModelError(
-            f"site {name!r} is discrete ({site.prior}); gradients need continuous sites: sum it "
-            "out by hand, such as with dist.MixtureSameFamily"
-        )
-    if value.dtype != dtype:
-        raise ModelError(
-            f"site {name!r} draws {value.dtype} where the fit runs in {dtype}; build its prior "
-            "from numbers or from x (`x.new_zeros(…)`), or pass dtype="
-        )
-    planned = max((-f.dim for f in node["cond_indep_stack"] if f.vectorized), default=0)
-    loose = fn.batch_shape[: len(fn.batch_shape) - planned]
-    if any(size != 1 for size in loose):
-        raise ModelError(
-            f"site {name!r}: its prior has batch shape {tuple(fn.batch_shape)} outside any plate, "
-            f"so its log density would not be one number; add `.to_event({len(fn.batch_shape)})`"
-        )
-
-
-def _check_frames(name: str, frames: Any, rows: int | None) -> None:
-    for frame in frames:
-        if not frame.vectorized:
-            raise ModelError(
-                f"site {name!r} lies in the sequential plate {frame.name!r}; write "
-                f"`with pyro.plate(…):` instead of `for … in pyro.plate(…)`"
-            )
-        if frame.name != PLATE:
-            continue
-        if frame.full_size is not None and frame.full_size != frame.size:
-            raise ModelError(
-                "plate 'data' subsamples; the batch size belongs to the inference call: write "
-                "`pyro.plate('data', x.shape[0])` and pass batch_size="
-            )
-        if rows is not None and frame.size != rows:
-            raise ModelError(
-                f"plate 'data' has size {frame.size} for {rows} rows; write "
-                "`pyro.plate('data', x.shape[0])`, so that the model takes any number of rows"
-            )
-
-
-def _check_output(output: Any, rows: int) -> None:
-    if not isinstance(output, Tensor) or output.ndim == 0 or output.shape[0] != rows:
-        found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-        raise ModelError(
-            f"the model returns {found}; expected f(x) with {rows} rows: end with `return f`"
-        )
-
-
-def _check_observed(site: Site, node: Any, y: Tensor | None, output: Any) -> None:
-    fn = node["fn"]
-    shape = tuple(fn.batch_shape + fn.event_shape)
-    f = f"f(x) has shape {tuple(output.shape)}" if isinstance(output, Tensor) else "no f(x)"
-    planned = max((-frame.dim for frame in node["cond_indep_stack"]), default=None)
-    extra = planned is not None and len(fn.batch_shape) > planned
-    if y is not None and (tuple(y.shape) != shape or extra):
-        raise ModelError(
-            f"site {site.name!r} would score {' × '.join(map(str, shape))} values for y of shape "
-            f"{tuple(y.shape)} ({f}); {_mend(y, output, fn)}"
-        )
-
-
-def _mend(y: Tensor, output: Any, fn: Any) -> str:
-    """Return the line that makes f(x) and y agree."""
-    f = tuple(output.shape) if isinstance(output, Tensor) else ()
-    if f == (*y.shape, 1):
-        return "write `f = f.squeeze(-1)` before the observed site"
-    if tuple(y.shape) == (*f, 1):
-        return "pass `y.squeeze(-1)`"
-    if f == tuple(y.shape) and y.ndim > 1 and len(fn.batch_shape) > 1:
-        return "add `.to_event(1)` to the distribution of 'y', so that a row is one event"
-    return f"expected the distribution of 'y' to have the shape of y, {tuple(y.shape)}"
-
-
-def _check_density(bound: BoundModel, trace: poutine.Trace) -> None:
-    """Look at the log joint at one prior draw: NaN is refused, a site that does nothing is told."""
-    latent = bound.named("latent")
-    values = {name: trace.nodes[name]["value"].clone().requires_grad_() for name in latent}
-    again = bound.run(values)
-    again.compute_log_prob()
-    terms = {name: node["log_prob"].sum() for name, node in sample_nodes(again)}
-    for name, term in terms.items():
-        if term.isnan():
-            raise ModelError(
-                f"site {name!r} has log density NaN at a draw from the prior; its parameters leave "
-                "their support (a negative scale?) for some values of the other sites"
-            )
-    for name, value in values.items():
-        rest = [term for other, term in terms.items() if other != name and term.requires_grad]
-        gradient = (
-            torch.autograd.grad(sum(rest), value, retain_graph=True, allow_unused=True)[0]
-            if rest
-            else None
-        )
-        if gradient is None or not bool((gradient != 0).any()):
-            warnings.warn(
-                f"site {name!r} does not act on the data: the log density of everything else has "
-                "no gradient in it; use it in forward, or remove its prior",
-                PbnnWarning,
-                stacklevel=4,
-            )

@@ -5,10 +5,11 @@
 
 import copy
 import hashlib
-import importlib.util
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,23 +21,41 @@ from pyro import poutine
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor, nn
+from torch.distributions import constraints, transform_to
 
 from pbnn.errors import ModelError
 
 __all__ = [
     "BoundModel",
     "Data",
+    "FunctionModel",
     "Model",
     "Site",
     "copied",
     "isolated",
+    "leaves",
     "load_model",
     "run",
     "sample_nodes",
+    "take",
 ]
 
 Model = Callable[..., Any]
 Data = Any  # a tensor, array or frame, or a dict of them
+
+
+def leaves(data: Data) -> list[tuple[str, Any]]:
+    """Return the tensors of data with their keys: the key is empty where data is no dict."""
+    if data is None:
+        return []
+    return list(data.items()) if isinstance(data, Mapping) else [("", data)]
+
+
+def take(data: Data, rows: slice | Tensor) -> Data:
+    """Return some rows of each tensor of data."""
+    if isinstance(data, Mapping):
+        return {name: value[rows] for name, value in data.items()}
+    return None if data is None else data[rows]
 
 
 def load_model(
@@ -58,13 +77,14 @@ def load_model(
     path = Path(path)
     if not path.is_file():
         raise ModelError(f"{path}: no such model file; expected a Python file with `class Model`")
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    spec = importlib.util.spec_from_file_location(f"pbnn_model_{digest[:16]}", path)
-    if spec is None or spec.loader is None:
-        raise ModelError(f"{path}: not a Python file; expected a name ending in .py")
-    module = importlib.util.module_from_spec(spec)
+    # The bytes that are hashed are the bytes that run: no cached bytecode comes between.
+    source = path.read_bytes()
+    digest = hashlib.sha256(source).hexdigest()
+    module = types.ModuleType(f"pbnn_model_{digest[:16]}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module
     try:
-        spec.loader.exec_module(module)
+        exec(compile(source, path, "exec"), module.__dict__)
     except Exception as error:
         raise ModelError(f"{path}: failed to import: {type(error).__name__}: {error}") from error
     factory = getattr(module, "Model", None)
@@ -115,10 +135,8 @@ def _moved(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
     return value
 
 
-def copied(model: Model, device: torch.device, dtype: torch.dtype) -> Model:
+def copied(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """Return a copy in eval mode, on one device and dtype, its stored priors with it."""
-    if not isinstance(model, nn.Module):
-        return model
     model = copy.deepcopy(model).eval().to(device=device, dtype=dtype)
     for module in model.modules():
         # `.to()` moves parameters and buffers; priors built at definition time stay behind.
@@ -158,6 +176,47 @@ class _Given(Messenger):  # type: ignore[misc]
         if msg["name"] in self.values:
             msg["value"] = self.values[msg["name"]]
             msg["done"] = True
+
+
+class FunctionModel(nn.Module):
+    """A plain function as a module, whose parameters are its `pyro.param` statements.
+
+    A constrained one is held unconstrained under the name that a `PyroParam` would have,
+    `NAME_unconstrained`.
+
+    Args:
+        function: A Pyro model.
+        params: Nodes of its param statements in a trace.
+
+    Raises:
+        ModelError: A parameter belongs to a network outside the model.
+    """
+
+    def __init__(self, function: Model, params: Iterable[Any]) -> None:
+        super().__init__()
+        self.function = function
+        self.held: dict[str, tuple[str, Any]] = {}
+        for node in params:
+            name, constraint = node["name"], node["kwargs"]["constraint"]
+            if "." in name or "$" in name:
+                raise ModelError(
+                    f"parameter {name!r} lies in a network outside the model; write the model as a "
+                    "PyroModule that holds the network"
+                )
+            held = name if constraint is constraints.real else f"{name}_unconstrained"
+            transform = transform_to(constraint)
+            self.register_parameter(
+                held, nn.Parameter(transform.inv(node["value"].detach()).clone())
+            )
+            self.held[name] = held, transform
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the function at the parameters held here."""
+        values = {
+            name: transform(getattr(self, held)) for name, (held, transform) in self.held.items()
+        }
+        with _Given(values, {}, checks=True):
+            return self.function(*args, **kwargs)
 
 
 def _clear_checks(fn: Any) -> None:
@@ -236,7 +295,7 @@ class BoundModel:
     """A model that passed the front door together with its data; every fit starts from one.
 
     Attributes:
-        model: A copy in eval mode, on `device` and in `dtype` (a plain function is used as it is).
+        model: A copy in eval mode, on `device` and in `dtype`; a plain function as `FunctionModel`.
         x: Input tensor, dict of tensors, or None.
         y: Observations: a tensor, or a dict by site; None before there are any.
         sites: What the model holds, in the order in which it runs.
@@ -246,7 +305,7 @@ class BoundModel:
         dtype: Floating type of everything.
     """
 
-    model: Model
+    model: nn.Module
     x: Data
     y: Data
     sites: tuple[Site, ...]
@@ -270,12 +329,8 @@ class BoundModel:
 
     def constants(self) -> dict[str, Tensor]:
         """Return the parameters without a prior, by name."""
-        if not isinstance(self.model, nn.Module):
-            return {}
         return {name: p.detach().clone() for name, p in self.model.named_parameters()}
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the module's buffers, by name."""
-        if not isinstance(self.model, nn.Module):
-            return {}
         return {name: b.detach().clone() for name, b in self.model.named_buffers()}

@@ -3,14 +3,13 @@
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import pyro
 import torch
 from pyro import poutine
 from pyro.infer.autoguide import AutoGuide
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm.auto import tqdm
 
 from pbnn.errors import ConvergenceWarning, FitError, ModelError
@@ -18,7 +17,7 @@ from pbnn.front_door import bind
 from pbnn.infer.density import Density
 from pbnn.infer.guides import approximation, draw_guide, make_guide
 from pbnn.infer.posterior import Posterior, provenance
-from pbnn.model import BoundModel, Data, Model, isolated, run
+from pbnn.model import BoundModel, Data, Model, isolated, run, take
 
 __all__ = ["fit_svi"]
 
@@ -105,10 +104,9 @@ def fit_svi(
         q = make_guide(guide, bound.model, rank=rank, init_scale=init_scale)
         training = _Training(bound, q, particles=particles, batch_size=batch_size, seed=seed)
         outcome = training.run(steps, lr, early_stopping, progress)
-        fitted = replace(bound, model=training.fitted_model())
         with torch.no_grad():
-            values, log_q = draw_guide(q, draws)
-            density = Density(fitted, compile=False)
+            values, log_q = draw_guide(q, draws, (bound.x, bound.y))
+            density = Density(bound, compile=False)
             z = density.unconstrain(values)
             lp = density.log_density(z)
             deterministic = density.deterministic(z)
@@ -131,7 +129,7 @@ def fit_svi(
             method="svi",
             markov=False,
             seconds=time.perf_counter() - started,
-            constants={k: v.cpu() for k, v in training.constants().items()},
+            constants={k: v.cpu() for k, v in bound.constants().items()},
             buffers={k: v.cpu() for k, v in bound.buffers().items()},
             approximation=_on_cpu(approximation(q)),
             history={k: v.cpu() for k, v in training.history().items()},
@@ -195,9 +193,8 @@ class _Training:
 
     def _parameters(self) -> list[Tensor]:
         """List what is learned: the guide's parameters and the model's constants."""
-        modules = [m for m in (self.guide, self.bound.model) if isinstance(m, nn.Module)]
-        named = [p for m in modules for p in m.parameters()]
-        named += [p for _, p in self.store.named_parameters()]
+        named = [*self.guide.parameters(), *self.bound.model.parameters()]
+        named += [p for _, p in self.store.named_parameters()]  # a guide that is a plain function
         return list({id(p): p for p in named if p.requires_grad}.values())
 
     def _batches(self, size: int | None, seed: int) -> Iterator[tuple[Data, Data, float]]:
@@ -213,7 +210,7 @@ class _Training:
             while len(queue) < size:
                 queue = torch.cat([queue, torch.randperm(rows, generator=generator)])
             index, queue = queue[:size].to(self.bound.device), queue[size:]
-            yield _rows(x, index), _rows(y, index), rows / size
+            yield take(x, index), take(y, index), rows / size
 
     def elbo(self, x: Data, y: Data, factor: float) -> Tensor:
         """Return the expected log-likelihood and the KL divergence, by one draw of the guide."""
@@ -334,29 +331,10 @@ class _Training:
                 return f" (site {site.name!r})"
         return ""
 
-    def constants(self) -> dict[str, Tensor]:
-        """Return the learned parameters without a prior, by name."""
-        if isinstance(self.bound.model, nn.Module):
-            return self.bound.constants()
-        return {name: self.store[name].detach().clone() for name in self.bound.named("constant")}
-
-    def fitted_model(self) -> Model:
-        """Return the model with its learned constants in place."""
-        if isinstance(self.bound.model, nn.Module):
-            return self.bound.model
-        fitted: Model = poutine.substitute(self.bound.model, data=self.constants())
-        return fitted
-
     def history(self) -> dict[str, Tensor]:
         """Return the ELBO and its two parts, one value a step."""
         likelihood, kl = torch.stack(self.terms).unbind(1)
         return {"elbo": likelihood - kl, "expected_log_likelihood": likelihood, "kl": kl}
-
-
-def _rows(data: Data, index: Tensor) -> Data:
-    if isinstance(data, Mapping):
-        return {name: value[index] for name, value in data.items()}
-    return None if data is None else data[index]
 
 
 def _flat(windows: list[float]) -> bool:
