@@ -10,6 +10,7 @@ import torch
 from pyro import poutine
 from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 from tqdm.auto import tqdm
 
 from pbnn.errors import ConvergenceWarning, FitError, ModelError
@@ -17,7 +18,7 @@ from pbnn.front_door import bind
 from pbnn.infer.density import Density
 from pbnn.infer.guides import approximation, draw_guide, make_guide
 from pbnn.infer.posterior import Posterior, provenance
-from pbnn.model import BoundModel, Data, Model, isolated, run, take
+from pbnn.model import BoundModel, Data, Model, isolated, run, sample_nodes, take
 
 __all__ = ["fit_svi"]
 
@@ -62,7 +63,8 @@ def fit_svi(
         x: Input `(n, …)`, a dict of inputs, or None.
         y: Observations `(n,)` or `(n, outputs)`, or a dict by site.
         guide: "normal" (AutoNormal), "lowrank" (AutoLowRankMultivariateNormal), "kronecker"
-            (AutoKronecker), or an AutoGuide class, instance, or function of the model.
+            (AutoKronecker), or an AutoGuide class, instance, or function of the model. An instance
+            is trained in place, from where it stands.
         rank: Rank of the low-rank guide; 10, or the number of latent values if that is less.
         init_scale: Scale of the guide at the start, on the unconstrained space; each guide of ours
             has a default that suits networks.
@@ -100,7 +102,10 @@ def fit_svi(
     if batch_size is not None:
         _check_batching(bound, batch_size)
     started = time.perf_counter()
-    with isolated(seed, bound.device):
+    # What is not finite is found in the ELBO, where the fit can go back to its last good state.
+    with isolated(seed, bound.device), pyro.validation_enabled(False):
+        if isinstance(guide, AutoGuide) and guide.prototype_trace is None:
+            guide._model = (bound.model,)  # the copy in eval mode, not the caller's own
         q = make_guide(guide, bound.model, rank=rank, init_scale=init_scale)
         training = _Training(bound, q, particles=particles, batch_size=batch_size, seed=seed)
         outcome = training.run(steps, lr, early_stopping, progress)
@@ -186,7 +191,7 @@ class _Training:
         self.batches = self._batches(batch_size, seed)
         self.terms: list[Tensor] = []
         self.elbo(bound.x, bound.y, 1.0)  # builds the guide and registers every param
-        self.check_reparameterised()
+        self.check_guide()
         self.store = pyro.get_param_store()
         self.parameters = self._parameters()
         self.best: list[Tensor] = []
@@ -227,19 +232,37 @@ class _Training:
                 likelihood = likelihood + weight * trace.nodes[site.name]["log_prob_sum"]
         return torch.stack([likelihood, guide_trace.log_prob_sum() - prior])
 
-    def check_reparameterised(self) -> None:
-        """Refuse a guide whose draws carry no gradient, where the estimator would be biased."""
+    def check_guide(self) -> None:
+        """Refuse a guide of other sites than the model's, or whose draws carry no gradient."""
         trace = poutine.trace(self.guide).get_trace(self.bound.x, self.bound.y)
-        for name, node in trace.nodes.items():
-            if node["type"] == "sample" and not getattr(node["fn"], "has_rsample", True):
+        latent = self.bound.named("latent")
+        for name, site in latent.items():
+            shape = tuple(trace.nodes[name]["value"].shape) if name in trace.nodes else None
+            if shape != site.shape:
+                found = "does not draw it" if shape is None else f"draws shape {shape}"
+                raise ModelError(
+                    f"site {name!r} has shape {site.shape} in the model, and the guide {found}; "
+                    f"expected `pyro.sample({name!r}, …)` of that shape in the guide"
+                )
+        for name, node in sample_nodes(trace):
+            if not getattr(node["fn"], "has_rsample", True):
                 raise ModelError(
                     f"the guide draws site {name!r} from {type(node['fn']).__name__}, which is not "
                     "reparameterised; use a distribution with rsample"
                 )
+            if name not in latent and not node["infer"].get("is_auxiliary"):
+                raise ModelError(
+                    f"the guide draws site {name!r}, which the model does not have; write "
+                    "`infer={'is_auxiliary': True}` where it only helps to draw others"
+                )
 
     def step(self, optimiser: torch.optim.Optimizer) -> None:
         x, y, factor = next(self.batches)
-        terms = torch.stack([self.elbo(x, y, factor) for _ in range(self.particles)]).mean(0)
+        try:
+            terms = torch.stack([self.elbo(x, y, factor) for _ in range(self.particles)]).mean(0)
+        except LinAlgError:  # a matrix of the model that is no longer positive definite
+            self.terms.append(self.parameters[0].new_full((2,), torch.nan))
+            return
         loss = (terms[1] - terms[0]) / (self.bound.rows or 1)
         optimiser.zero_grad(set_to_none=True)
         loss.backward()
@@ -273,18 +296,22 @@ class _Training:
                         end = min(steps, int(cooling_from * (1 + COOLING)))
                         ended = "plateau"
         except KeyboardInterrupt:
+            if not self.terms:
+                raise
             ended = "interrupted"
             warnings.warn(
                 f"SVI was interrupted after {len(self.terms)} of {steps} steps; the draws are "
                 "those of the guide as it stood",
                 ConvergenceWarning,
-                stacklevel=4,
+                stacklevel=3,
             )
+            if len(self.terms) > WINDOW * len(windows):
+                self._keep(windows)
         if ended == "steps" and early_stopping and not _flat(windows):
             warnings.warn(
-                f"the ELBO was still rising after {steps} steps; raise steps (or lr)",
+                f"the ELBO had not levelled off after {steps} steps; raise steps (or lr)",
                 ConvergenceWarning,
-                stacklevel=4,
+                stacklevel=3,
             )
         return {"steps_taken": len(self.terms), "ended": ended}
 
@@ -296,14 +323,16 @@ class _Training:
             windows.append(float((recent[:, 0] - recent[:, 1]).mean()))
             self.best = [p.detach().clone() for p in self.parameters]
             return True
-        step = WINDOW * len(windows) + int((~recent.isfinite().all(1)).nonzero()[:1].sum())
-        self._retreat(f"the ELBO was not finite at step {step}{self._culprit()}")
+        good = WINDOW * len(windows)
+        step = good + int((~recent.isfinite().all(1)).nonzero()[:1].sum())
+        self._retreat(f"the ELBO was not finite at step {step}{self._culprit()}", good)
         return False
 
-    def _retreat(self, reason: str) -> None:
-        """Go back to the last parameters at which all was finite, and say so."""
+    def _retreat(self, reason: str, good: int) -> None:
+        """Go back to the parameters after that many good steps, and say so."""
         if not self.best:
             raise FitError(f"{reason}, before any good state; lower lr or init_scale")
+        del self.terms[good:]
         with torch.no_grad():
             for parameter, value in zip(self.parameters, self.best, strict=True):
                 parameter.copy_(value)
