@@ -1,6 +1,9 @@
 """Export of real fits: both roads give files alike, and right against values by hand."""
 
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import arviz as az
 import numpy as np
@@ -16,9 +19,10 @@ from pbnn.inference_data import group, groups, read_netcdf, to_inference_data, w
 
 # What ArviZ 0.23 itself calls in the newest matplotlib.
 pytestmark = pytest.mark.filterwarnings("ignore:Passing a dict or None as alias:DeprecationWarning")
+MODEL = Path(__file__).parents[1] / "models" / "regression.py"
 FITS = {
     "svi": lambda model, x, y: pbnn.fit_svi(
-        model, x, y, guide="normal", steps=400, draws=50, progress=False
+        model, x, y, guide="normal", steps=200, draws=50, progress=False
     ),
     "nuts": lambda model, x, y: pbnn.fit_nuts(
         model, x, y, chains=2, warmup=60, draws=40, max_tree_depth=4, compile=False, progress=False
@@ -32,7 +36,7 @@ def toy():
     torch.manual_seed(0)
     x = torch.randn(30, 2)
     y = x[:, 0] - x[:, 1] + 0.1 * torch.randn(30)
-    return pbnn.load_model("models/regression.py", in_features=2, hidden=5), x, y
+    return pbnn.load_model(MODEL, in_features=2, hidden=5), x, y
 
 
 @pytest.fixture(scope="module")
@@ -192,9 +196,39 @@ def test_same_seed_same_predictive_draws(fits, toy):
     before = torch.random.get_rng_state()
 
     def draws(seed):
-        data = to_inference_data(fits["svi"], model=model, x=x, y=y, seed=seed, predictive_draws=10)
+        data = to_inference_data(fits["svi"], model=model, x=x, y=y, seed=seed, predictive_draws=2)
         return group(data, "posterior_predictive")["y"].values
 
     np.testing.assert_array_equal(draws(1), draws(1))
     assert not np.array_equal(draws(1), draws(2))
     assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_large_data_stay_within_a_gigabyte():
+    """4,000 draws × 50,000 rows: some rows of the log-likelihood, predictions of some draws."""
+    code = """
+import resource, sys
+import numpy as np, torch, pbnn
+from pbnn.inference_data import group, to_inference_data
+torch.manual_seed(0)
+model = pbnn.load_model(sys.argv[1], in_features=2, hidden=5)
+shapes = {"layers.0.weight": (5, 2), "layers.0.bias": (5,), "layers.1.weight": (1, 5),
+          "layers.1.bias": (1,), "scale": ()}
+draws = {k: torch.randn(4, 1000, *s).abs() for k, s in shapes.items()}
+posterior = pbnn.Posterior(draws=draws, stats={"lp": torch.zeros(4, 1000)}, method="nuts",
+                           markov=True, seconds=0.0)
+x, y = torch.randn(50_000, 2), torch.randn(50_000)
+data = to_inference_data(posterior, model=model, x=x, y=y, log_likelihood=np.arange(0, 50_000, 100),
+                         predictive_draws=2)
+assert group(data, "log_likelihood")["y"].shape == (4, 1000, 500)
+assert group(data, "posterior_predictive")["y"].shape == (4, 2, 50_000)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, MODEL],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) * 1024 < 1e9
