@@ -32,9 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments; those of the process by default.
     """
     arguments = _parser().parse_args(argv)
-    warnings.showwarning = _show_warning
     try:
-        arguments.command(arguments)
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", PbnnWarning)
+            warnings.showwarning = _show_warning
+            arguments.command(arguments)
     except PbnnError as error:
         print(f"pbnn: error: {error}", file=sys.stderr)
         return 2
@@ -313,3 +315,7 @@ def _export(
     files = draw_run(run.folder, exported, predictions, data.y_test, data.preprocessor.target_units)
     print(f"pictures: {', '.join(path.name for path in files) or 'none for this target'}")
     print(f"run folder: {run.folder}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
