@@ -303,7 +303,7 @@ def _attempt(
     failure: Exception
     for _ in range(_TRIES):
         try:
-            with prior_values(dtype, device):
+            with prior_values(dtype, device), torch.no_grad():
                 return run(model, {}, x, y, fill=fill, checks=True)
         except Exception as error:
             failure = error

@@ -110,12 +110,18 @@ def load_model(
 def isolated(seed: int | None = None, device: torch.device | None = None) -> Iterator[None]:
     """Run a block that leaves no trace: the global RNGs and Pyro's param store stay as they were.
 
+    Gradients are on inside, whatever the caller's mode.
+
     Args:
         seed: Seed of torch's generators inside the block; None keeps their state.
         device: The CUDA device whose generator the block uses, if any.
     """
     devices = [device] if device is not None and device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), pyro.get_param_store().scope():
+    with (
+        torch.random.fork_rng(devices=devices),
+        pyro.get_param_store().scope(),
+        torch.enable_grad(),
+    ):
         if seed is not None:
             torch.manual_seed(seed)
         yield

@@ -1,10 +1,9 @@
 """Draws × rows → moments, quantiles, class probabilities and log-likelihoods, streamed.
 
-Nothing here asks which road made the posterior. Draws are evaluated in blocks by `torch.func.vmap`;
-the block sizes follow from the shapes alone, so memory is bounded and results repeat.
+Nothing here asks which road made the posterior; `pbnn.runner` brings draws and rows together.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,23 +11,19 @@ import numpy as np
 import torch
 from pyro import poutine
 from torch import Tensor
-from tqdm.auto import tqdm
 
+from pbnn.checks import PLATE, unwrapped
 from pbnn.errors import DataError, ModelError
-from pbnn.front_door import prepare, prior_values
 from pbnn.infer.posterior import Posterior
-from pbnn.model import Data, Model, isolated, run, sample_nodes
+from pbnn.model import Data, Model, isolated
+from pbnn.runner import Runner
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from pbnn.data import Units
 
-__all__ = ["Prediction", "log_likelihood", "predict", "predictive"]
-
-# Values held at once: draws × rows × the widest layer in a block, and draws × rows for quantiles.
-BLOCK_VALUES = 2**22
-BLOCK_ROWS = 512
+__all__ = ["Prediction", "function_draws", "log_likelihood", "predict", "predictive"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +131,7 @@ def predict(
     for p in quantiles:
         if not 0 <= p <= 1:
             raise DataError(f"quantile {p}; expected a probability from 0 to 1")
-    runner = _Runner(model, posterior, x, device)
+    runner = Runner(model, posterior, x, device)
     with isolated(seed, runner.device), torch.no_grad():
         parts = [
             _predict_rows(runner, rows, quantiles) for rows in runner.row_blocks(progress=progress)
@@ -147,6 +142,12 @@ def predict(
             probabilities=joined["probabilities"],
             entropy=joined["entropy"],
             mutual_information=joined["mutual_information"],
+        )
+    if joined["mean"].isnan().any():
+        row = int(joined["mean"].reshape(runner.rows, -1).isnan().any(1).nonzero()[0])
+        raise ModelError(
+            f"the mean of y is NaN in row {row}: its distribution has no mean, or f(x) is not "
+            "finite there; use predictive for samples"
         )
     loc, scale = _loc_scale(units)
     return Prediction(
@@ -185,7 +186,7 @@ def predictive(
         DataError: x cannot be used as it is.
         ModelError: The posterior is not one of this model.
     """
-    runner = _Runner(model, posterior, x, device)
+    runner = Runner(model, posterior, x, device)
 
     def sample(trace: poutine.Trace) -> dict[str, Tensor]:
         out = {name: trace.nodes[name]["value"] for name in runner.observed}
@@ -201,6 +202,44 @@ def predictive(
     return {name: runner.by_chain(value) for name, value in out.items()}
 
 
+def function_draws(
+    model: Model,
+    posterior: Posterior,
+    x: Data,
+    *,
+    device: str | torch.device | None = None,
+    progress: bool = False,
+) -> Tensor:
+    """Return the network output of each draw, for diagnostics in function space.
+
+    Logits of a softmax are centred over classes, since adding one number to all changes nothing.
+
+    Args:
+        model: The model that was fitted.
+        posterior: Its posterior, from any road.
+        x: Input rows.
+        device: Where to run.
+        progress: Whether to show a progress bar on stderr.
+
+    Returns:
+        f(x), `(chain, draw, n, outputs)`, with one output where f(x) has shape `(n,)`.
+
+    Raises:
+        DataError: x cannot be used as it is.
+        ModelError: The posterior is not one of this model.
+    """
+    runner = Runner(model, posterior, x, device)
+
+    def output(trace: poutine.Trace) -> dict[str, Tensor]:
+        f: Tensor = trace.nodes["_RETURN"]["value"]
+        f = f.reshape(f.shape[0], -1)
+        return {"f": f - f.mean(-1, keepdim=True) if runner.classes else f}
+
+    with isolated(0, runner.device), torch.no_grad():
+        parts = [runner.gather(output, rows)["f"] for rows in runner.row_blocks(progress=progress)]
+    return runner.by_chain(torch.cat(parts, 1)[:, : runner.rows])
+
+
 def log_likelihood(
     model: Model,
     posterior: Posterior,
@@ -212,6 +251,8 @@ def log_likelihood(
     progress: bool = False,
 ) -> Tensor:
     """Return the log-likelihood of each row under each draw, summed over observed sites.
+
+    What the model masks counts as 0.
 
     Args:
         model: The model that was fitted.
@@ -230,11 +271,13 @@ def log_likelihood(
         DataError: x or y cannot be used as they are.
         ModelError: The posterior is not one of this model, or the model has no rows.
     """
-    runner = _Runner(model, posterior, x, device, y)
+    if y is None:
+        raise DataError("y is None; expected the observations of the rows of x")
+    runner = Runner(model, posterior, x, device, y)
 
     def score(trace: poutine.Trace) -> dict[str, Tensor]:
         trace.compute_log_prob()
-        total: Tensor = sum(_by_row(trace.nodes[name], name) for name in runner.observed)  # type: ignore[assignment]
+        total: Tensor = sum(_by_row(trace.nodes[name]) for name in runner.observed)  # type: ignore[assignment]
         return {"log_likelihood": total}
 
     with isolated(0, runner.device), torch.no_grad():
@@ -249,20 +292,15 @@ def log_likelihood(
     return total - outputs * float(np.sum(np.log(units.scale)))
 
 
-def _by_row(node: Any, name: str) -> Tensor:
+def _by_row(node: Any) -> Tensor:
     """Sum a site's log density over all dimensions but that of plate `data`."""
     log_prob: Tensor = node["log_prob"]
-    dims = [frame.dim for frame in node["cond_indep_stack"] if frame.name == "data"]
-    if not dims:
-        raise ModelError(
-            f"site {name!r} lies outside plate 'data', so it has no row-wise log-likelihood; write "
-            "`with pyro.plate('data', x.shape[0]):` around it"
-        )
-    others = [k for k in range(log_prob.ndim) if k != log_prob.ndim + dims[0]]
+    dim = next(frame.dim for frame in node["cond_indep_stack"] if frame.name == PLATE)
+    others = [k for k in range(log_prob.ndim) if k != log_prob.ndim + dim]
     return log_prob.sum(others) if others else log_prob
 
 
-def _predict_rows(runner: "_Runner", rows: slice, quantiles: Sequence[float]) -> dict[str, Tensor]:
+def _predict_rows(runner: "Runner", rows: slice, quantiles: Sequence[float]) -> dict[str, Tensor]:
     """Predict one block of rows from all draws."""
     total: dict[str, Tensor] = {}
     samples: list[Tensor] = []
@@ -310,7 +348,7 @@ def _quantiles(samples: list[Tensor], probabilities: Sequence[float]) -> dict[st
     }
 
 
-def _moments(runner: "_Runner", *, sample: bool) -> Callable[[poutine.Trace], dict[str, Tensor]]:
+def _moments(runner: "Runner", *, sample: bool) -> Callable[[poutine.Trace], dict[str, Tensor]]:
     """Return the function that reads moments (or class probabilities) off the observed site."""
     name = runner.single_observed()
 
@@ -318,19 +356,19 @@ def _moments(runner: "_Runner", *, sample: bool) -> Callable[[poutine.Trace], di
         node = trace.nodes[name]
         fn = node["fn"]
         if runner.classes:
-            probabilities = _base(fn).probs
+            probabilities = unwrapped(fn).probs
             entropy = torch.special.entr(probabilities).sum(-1)
             return {"probabilities": probabilities, "entropy": entropy}
-        out = {"location": fn.mean, "variance": fn.variance}
+        try:
+            out = {"location": fn.mean, "variance": fn.variance}
+        except NotImplementedError as error:
+            raise ModelError(
+                f"site {name!r} is {type(unwrapped(fn)).__name__}, which has no mean and variance; "
+                "use predictive for samples"
+            ) from error
         return {**out, "y": node["value"]} if sample else out
 
     return read
-
-
-def _base(fn: Any) -> Any:
-    while not hasattr(fn, "probs") and hasattr(fn, "base_dist"):
-        fn = fn.base_dist
-    return fn
 
 
 def _loc_scale(units: "Units | None") -> tuple[Tensor | float, Tensor | float]:
@@ -341,171 +379,3 @@ def _loc_scale(units: "Units | None") -> tuple[Tensor | float, Tensor | float]:
 
 def _array(value: Tensor | None) -> Any:
     return np.asarray([]) if value is None else value.numpy()
-
-
-class _Runner:
-    """A model and a posterior brought together: evaluates blocks of rows under blocks of draws."""
-
-    def __init__(
-        self,
-        model: Model,
-        posterior: Posterior,
-        x: Data,
-        device: str | torch.device | None,
-        y: Data = None,
-    ) -> None:
-        dtype = next(iter(posterior.draws.values())).dtype
-        self.rows, x, y = _padded(x, y)
-        self.model, self.x, self.y = prepare(
-            model,
-            x,
-            y,
-            device=device,
-            dtype=dtype,
-            constants=posterior.constants,
-            buffers=posterior.buffers,
-        )
-        self.posterior = posterior
-        self.device = _first(self.x).device
-        trace = self._prototype(dtype)
-        self._check_sites(trace)
-        observed = [self.observed[0]] if len(self.observed) == 1 else []
-        self.classes = bool(observed) and isinstance(
-            _base(trace.nodes[observed[0]]["fn"]), torch.distributions.Categorical
-        )
-        self.width = max([1, *(max(v.shape[2:], default=1) for v in posterior.draws.values())])
-        self.vectorised = True
-
-    def _prototype(self, dtype: torch.dtype) -> poutine.Trace:
-        """Run the model once on a few rows, with all checks, to see its sites."""
-        x = _cut(self.x, slice(0, 2))
-        with isolated(0, self.device), prior_values(dtype, self.device):
-            try:
-                return run(self.model, {}, x, checks=True)
-            except Exception as error:
-                shape = {k: tuple(v.shape) for k, v in _named(self.x).items()}
-                line = str(error).strip().splitlines()[0] if str(error) else ""
-                raise ModelError(
-                    f"the model cannot predict for x of shape {shape.get('x', shape)}: "
-                    f"{type(error).__name__}: {line}"
-                ) from error
-
-    def _check_sites(self, trace: poutine.Trace) -> None:
-        """Refuse a posterior whose sites are not the model's, which would be quietly sampled."""
-        draws = self.posterior.draws
-        found = {
-            name: node["value"].shape
-            for name, node in sample_nodes(trace)
-            if not node["is_observed"]
-        }
-        self.observed = [name for name in found if name not in draws]
-        expected = self.posterior.provenance.get("observed", self.observed)
-        missing = [name for name in draws if name not in found]
-        if missing or set(self.observed) != set(expected):
-            raise ModelError(
-                f"the posterior has sites {sorted(draws)}, the model {sorted(found)}; predict with "
-                "the model that was fitted"
-            )
-        for name, value in draws.items():
-            if value.shape[2:] != found[name]:
-                raise ModelError(
-                    f"site {name!r} has shape {tuple(value.shape[2:])} in the posterior and "
-                    f"{tuple(found[name])} in the model; build it with the same options"
-                )
-
-    def single_observed(self) -> str:
-        """Return the one observed site."""
-        if len(self.observed) != 1:
-            raise ModelError(
-                f"the model observes {self.observed}; predict gives moments of one site: use "
-                "predictive for several"
-            )
-        return str(self.observed[0])
-
-    def row_blocks(self, *, progress: bool) -> Iterator[slice]:
-        """Yield slices of rows whose size follows from shapes alone."""
-        total = _first(self.x).shape[0]
-        starts = range(0, total, BLOCK_ROWS)
-        for start in tqdm(starts, desc="rows", disable=not progress, leave=False):
-            yield slice(start, min(start + BLOCK_ROWS, total))
-
-    def map(
-        self, read: Callable[[poutine.Trace], dict[str, Tensor]], rows: slice
-    ) -> Iterator[dict[str, Tensor]]:
-        """Yield what `read` takes from the model's trace, for one block of draws after another."""
-        x, y = _cut(self.x, rows), _cut(self.y, rows)
-        count = self.posterior.chains * self.posterior.draws_per_chain
-        size = max(1, BLOCK_VALUES // (_first(x).shape[0] * self.width))
-
-        def one(values: dict[str, Tensor]) -> dict[str, Tensor]:
-            return read(run(self.model, values, x, y))
-
-        for start in range(0, count, size):
-            block = {
-                k: v.to(self.device)
-                for k, v in self.posterior.flat(start, min(start + size, count)).items()
-            }
-            yield self._mapped(one, block)
-
-    def _mapped(
-        self, one: Callable[[dict[str, Tensor]], dict[str, Tensor]], block: dict[str, Tensor]
-    ) -> dict[str, Tensor]:
-        if self.vectorised:
-            try:
-                return torch.func.vmap(one, randomness="different")(block)
-            except (RuntimeError, NotImplementedError, ValueError):
-                # Some operations have no batching rule; a loop gives the same numbers, slower.
-                self.vectorised = False
-        size = next(iter(block.values())).shape[0]
-        parts = [one({name: value[k] for name, value in block.items()}) for k in range(size)]
-        return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
-
-    def gather(
-        self, read: Callable[[poutine.Trace], dict[str, Tensor]], rows: slice
-    ) -> dict[str, Tensor]:
-        """Return what `read` takes, for all draws: each `(draws, rows, …)`, on the CPU."""
-        blocks = [{k: v.cpu() for k, v in block.items()} for block in self.map(read, rows)]
-        return {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}
-
-    def by_chain(self, value: Tensor) -> Tensor:
-        """Split the leading dimension into chain and draw."""
-        posterior = self.posterior
-        return value.reshape(posterior.chains, posterior.draws_per_chain, *value.shape[1:])
-
-
-def _named(data: Data) -> dict[str, Any]:
-    if data is None:
-        return {}
-    return dict(data) if isinstance(data, Mapping) else {"x": data}
-
-
-def _first(data: Data) -> Any:
-    return next(iter(_named(data).values()))
-
-
-def _cut(data: Data, rows: slice) -> Data:
-    if isinstance(data, Mapping):
-        return {name: value[rows] for name, value in data.items()}
-    return None if data is None else data[rows]
-
-
-def _padded(x: Data, y: Data) -> tuple[int, Data, Data]:
-    """Return the number of rows, and data with one row of zeros in place of none.
-
-    Pyro has no plates of size 0; the extra row is cut off again at the end.
-    """
-    if x is None:
-        raise ModelError("x is None: a model without input has no rows to predict")
-    rows = len(_first(x))
-    if rows:
-        return rows, x, y
-
-    def pad(value: Any) -> Any:
-        return np.zeros((1, *np.shape(value)[1:]), dtype=np.float32)
-
-    def padded(data: Data) -> Data:
-        if isinstance(data, Mapping):
-            return {name: pad(value) for name, value in data.items()}
-        return None if data is None else pad(data)
-
-    return 0, padded(x), padded(y)
