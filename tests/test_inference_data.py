@@ -15,6 +15,7 @@ from pathlib import Path
 import arviz as az
 import matplotlib as mpl
 import numpy as np
+import pandas as pd
 import pytest
 import xarray as xr
 
@@ -274,6 +275,20 @@ def test_log_likelihood_off_or_for_some_rows(data, engine):
         coords={"obs_id": np.arange(100, 130)},
     )
     assert list(group(named, "log_likelihood")["obs_id"].values) == [104, 102, 129]
+
+
+def test_frame_gives_its_columns_and_its_rows(data, engine):
+    x, y = data
+    frame = pd.DataFrame(x, columns=["age", "bmi"], index=np.arange(30)[::-1])
+    posterior = linear_posterior(x, y)
+    named = to_inference_data(posterior, model="m", x=frame, y=y, log_likelihood=[3, 1])
+    assert list(group(named, "constant_data")["feature"].values) == ["age", "bmi"]
+    assert list(group(named, "posterior")["layers.0_in"].values) == ["age", "bmi"]
+    whole = to_inference_data(posterior, model="m", x=x, y=y)
+    np.testing.assert_array_equal(
+        group(named, "log_likelihood")["y"].values,
+        group(whole, "log_likelihood")["y"].sel(obs_id=[3, 1]).values,
+    )
 
 
 def test_log_likelihood_equals_a_loop(data, engine):

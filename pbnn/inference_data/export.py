@@ -97,7 +97,8 @@ def to_inference_data(
         prior: Draws from the prior, in the same form as `posterior`.
         coords: Labels by dim; they win over those made here. Keys as in `build`.
         dims: Names of axes by variable; they win over those made here. Keys as in `build`.
-        feature_names: Labels of the columns of x, and of the inputs of the first weight matrix.
+        feature_names: Labels of the columns of x, and of the inputs of the first weight matrix;
+            those of x by default, where it is a frame.
         units: How y was standardised; y, f and the log densities are then in the user's units.
         log_likelihood: False for none; an array of row numbers for those rows only.
         predictive_draws: Draws of each chain in the predictive groups, evenly spaced; all by
@@ -114,6 +115,8 @@ def to_inference_data(
         "constant_data": _named(x, "x"),
         "predictions_constant_data": _named(x_new, "x"),
     }
+    if feature_names is None and hasattr(x, "columns"):
+        feature_names = [str(name) for name in x.columns]
     made: dict[str, ArrayLike] = {}
     if model is not None:
         options = {"units": units, "device": device, "progress": progress}
@@ -209,8 +212,9 @@ def _log_likelihood(
 
 def _take(data: Any, rows: NDArray[Any]) -> Any:
     if isinstance(data, Mapping):
-        return {name: value[rows] for name, value in data.items()}
-    return data[rows]
+        return {name: _take(value, rows) for name, value in data.items()}
+    # A frame would take the rows' numbers for names of columns.
+    return data[rows] if hasattr(data, "detach") else as_array(data)[rows]
 
 
 def _in_units(observed: dict[str, NDArray[Any]], units: "Units | None") -> dict[str, NDArray[Any]]:
