@@ -5,6 +5,7 @@ import datetime
 import importlib.metadata
 import json
 import os
+import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -108,13 +109,10 @@ class Posterior:
         Returns:
             The path written.
         """
-        record: dict[str, Any] = {
-            name: {k: v.detach().cpu().contiguous() for k, v in getattr(self, name).items()}
-            for name in _TENSOR_FIELDS
-        }
+        record: dict[str, Any] = {name: _alone(getattr(self, name)) for name in _TENSOR_FIELDS}
         approximation = dict(self.approximation or {})
         tensors = approximation.pop("tensors", {})
-        record["approximation"] = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
+        record["approximation"] = _alone(tensors)
         record["json"] = json.dumps(
             {
                 "format": FORMAT,
@@ -137,34 +135,53 @@ class Posterior:
 
         Args:
             path: File name.
-            mmap: Map the draws from disk instead of reading them into memory.
+            mmap: Map the draws from disk instead of reading them into memory; damage inside the
+                file is then not looked for.
 
         Raises:
-            FileError: The file is missing, is no posterior, or has a format this version cannot
-                read.
+            FileError: The file is missing, damaged, no posterior, or has a format this version
+                cannot read.
         """
         path = Path(path)
         if not path.is_file():
             raise FileError(f"{path}: no such file; expected a posterior written by Posterior.save")
+        if not zipfile.is_zipfile(path):
+            raise FileError(f"{path}: not a posterior written by Posterior.save, or cut short")
         try:
+            with zipfile.ZipFile(path) as archive:
+                damaged = None if mmap else archive.testzip()
+            if damaged is not None:
+                raise FileError(f"{path}: damaged (checksum of {damaged}); copy or fit it again")
             record = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
             meta = json.loads(record["json"])
+            if meta.pop("format") != FORMAT:
+                raise FileError(
+                    f"{path}: its format is not {FORMAT}; read it with the pbnn that wrote it"
+                )
+            family = meta.pop("approximation")
+            tensors = record["approximation"]
+            return cls(
+                **{name: record[name] for name in _TENSOR_FIELDS},
+                approximation=None if family is None else {**family, "tensors": tensors},
+                **meta,
+            )
+        except FileError:
+            raise
         except Exception as error:
             raise FileError(
                 f"{path}: not a posterior written by Posterior.save ({type(error).__name__})"
             ) from error
-        if meta.pop("format") != FORMAT:
-            raise FileError(
-                f"{path}: its format is not {FORMAT}; read it with the pbnn that wrote it"
-            )
-        family = meta.pop("approximation")
-        return cls(
-            **{name: record[name] for name in _TENSOR_FIELDS},
-            approximation=None
-            if family is None
-            else {**family, "tensors": record["approximation"]},
-            **meta,
-        )
+
+
+def _alone(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors on the CPU, none a view: torch writes the whole storage behind a view."""
+
+    def alone(value: Tensor) -> Tensor:
+        value = value.detach().cpu().contiguous()
+        whole = value.untyped_storage().nbytes() == value.numel() * value.element_size()
+        return value if whole else value.clone()
+
+    return {name: alone(value) for name, value in tensors.items()}
 
 
 def provenance(bound: BoundModel, *, seed: int, **options: Any) -> dict[str, Any]:
@@ -173,9 +190,9 @@ def provenance(bound: BoundModel, *, seed: int, **options: Any) -> dict[str, Any
     Args:
         bound: The model and data of the fit.
         seed: Seed of the fit.
-        **options: The road's own options, as plain JSON values.
+        **options: The road's own options; what JSON does not know is kept in words.
     """
-    return {
+    record = {
         "seed": seed,
         "options": options,
         "rows": bound.rows,
@@ -191,3 +208,5 @@ def provenance(bound: BoundModel, *, seed: int, **options: Any) -> dict[str, Any
         },
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
+    plain: dict[str, Any] = json.loads(json.dumps(record, default=repr))
+    return plain
