@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from pyro import poutine
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from tqdm.auto import tqdm
@@ -201,7 +202,8 @@ class Runner:
                 with warnings.catch_warnings():
                     # torch tells of operations that it maps one by one, or resizes for: not wrong.
                     warnings.filterwarnings("ignore", ".*(batching rule|resized).*", UserWarning)
-                    return torch.func.vmap(one, randomness="different")(block)
+                    with _FreshNoise():
+                        return torch.func.vmap(one, randomness="different")(block)
             except (RuntimeError, NotImplementedError, ValueError):
                 # Some operations cannot be mapped; a loop gives the same numbers, slower.
                 self.vectorised = False
@@ -220,6 +222,23 @@ class Runner:
         """Split the leading dimension into chain and draw."""
         posterior = self.posterior
         return value.reshape(posterior.chains, posterior.draws_per_chain, *value.shape[1:])
+
+
+class _FreshNoise(TorchFunctionMode):
+    """Draws noise into new tensors: vmap cannot fill one tensor differently for each draw."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        like = _NOISE.get(func)
+        return (like or func)(*args, **(kwargs or {}))
+
+
+_NOISE: dict[Any, Callable[..., Tensor]] = {
+    Tensor.normal_: lambda t, mean=0.0, std=1.0: mean + std * torch.randn_like(t),
+    Tensor.uniform_: lambda t, low=0.0, high=1.0: low + (high - low) * torch.rand_like(t),
+    Tensor.exponential_: lambda t, lambd=1.0: -torch.log1p(-torch.rand_like(t)) / lambd,
+}
 
 
 class _Counting(TorchDispatchMode):
