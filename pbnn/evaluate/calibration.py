@@ -21,7 +21,14 @@ def log_predictive_density(log_likelihood: Tensor) -> Tensor:
 
     Returns:
         `(n,)`, in float64.
+
+    Raises:
+        DataError: The shape is another.
     """
+    if log_likelihood.ndim != 3:
+        raise DataError(
+            f"log_likelihood has shape {tuple(log_likelihood.shape)}; expected (chain, draw, n)"
+        )
     flat = log_likelihood.double().flatten(0, 1)
     return torch.logsumexp(flat, 0) - math.log(len(flat))
 
@@ -35,8 +42,13 @@ def interval_coverage(lower: Tensor, upper: Tensor, y: Tensor) -> float:
         y: Observations; NaN is left out.
 
     Raises:
-        DataError: There is no observation.
+        DataError: Shapes differ, or there is no observation.
     """
+    if not lower.shape == upper.shape == y.shape:
+        raise DataError(
+            f"intervals have shapes {tuple(lower.shape)} and {tuple(upper.shape)} for y of shape "
+            f"{tuple(y.shape)}; expected one shape"
+        )
     seen = ~y.isnan()
     if not seen.any():
         raise DataError("coverage of no observations; expected at least one row with y")

@@ -16,8 +16,8 @@ from pbnn.evaluate.calibration import (
 )
 from pbnn.evaluate.convergence import Convergence, check_convergence
 from pbnn.infer.posterior import Posterior
-from pbnn.model import Data, Model
-from pbnn.prediction import Prediction, log_likelihood, predict, predictive
+from pbnn.model import Data, Model, leaves
+from pbnn.prediction import Prediction, function_draws, log_likelihood, predict
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -37,7 +37,7 @@ class Comparison:
     Attributes:
         table: One row a posterior; columns as in `compare`.
         reference: Name of the reference; None without one.
-        convergence: What the reference's chains say about themselves; None without a reference.
+        convergence: What the reference's chains say about themselves; None without chains.
         predictions: What each posterior predicts for the held-out rows, by name.
     """
 
@@ -49,8 +49,10 @@ class Comparison:
     @property
     def verdict(self) -> str:
         """One line on the reference, to be read before any number."""
-        if self.convergence is None:
+        if self.reference is None:
             return "no MCMC reference: scores are comparable, scale ratios are not available"
+        if self.convergence is None:
+            return f"reference {self.reference!r} is an approximation itself, not Markov chains"
         return f"reference {self.reference!r} {self.convergence}"
 
     def __str__(self) -> str:
@@ -76,7 +78,7 @@ def compare(
     `scale_ratio`, the median over rows of the posterior predictive's scale over the reference's
     (numbers only); `epistemic_ratio`, the same of the scale of f(x) (logits centred over
     classes), with `epistemic_ratio_5` and `epistemic_ratio_95`, its quantiles over rows;
-    `draws`; `seconds`.
+    `draws`; `seconds`. Rows whose y is missing are left out of scores.
 
     The row "reference (half)" is a noise floor: half of the reference's chains, judged against the
     other half.
@@ -145,10 +147,8 @@ class _Scored:
         units = options["units"]
         prediction = predict(model, posterior, x, quantiles=QUANTILES, seed=seed, **options)
         lpd = log_predictive_density(log_likelihood(model, posterior, x, y, **options))
-        f = predictive(model, posterior, x, seed=seed, **{**options, "units": None})["f"]
-        f = f.double().flatten(0, 1)
-        if prediction.probabilities is not None:
-            f = f - f.mean(-1, keepdim=True)
+        around = {name: value for name, value in options.items() if name != "units"}
+        f = function_draws(model, posterior, x, **around).double().flatten(0, 1)
         f_scale = f.std(0, correction=0)
         if units is not None:
             f_scale = f_scale * torch.as_tensor(np.asarray(units.scale))
@@ -156,9 +156,13 @@ class _Scored:
 
     def row(self, y: Data, units: "Units | None", reference: "_Scored | None") -> dict[str, float]:
         """Return this posterior's row of the table."""
-        prediction, lpd = self.prediction, self.lpd
-        out = {"lpd": float(lpd.mean()), "lpd_se": float(lpd.std() / len(lpd) ** 0.5)}
-        y = torch.as_tensor(np.asarray(y))
+        prediction = self.prediction
+        given = leaves(y)[0][1]
+        y = given.cpu() if isinstance(given, Tensor) else torch.as_tensor(np.asarray(given))
+        seen = ~y.isnan().reshape(len(y), -1).all(1)
+        lpd = self.lpd[seen]
+        error = float(lpd.std()) / len(lpd) ** 0.5 if len(lpd) > 1 else float("nan")
+        out = {"lpd": float(lpd.mean()), "lpd_se": error}
         if prediction.probabilities is not None:
             best = prediction.probabilities.argmax(1)
             out["accuracy"] = float((best == y).double().mean())
@@ -167,8 +171,8 @@ class _Scored:
             assert prediction.mean is not None
             assert prediction.quantiles is not None
             observed = y.double() if units is None else torch.as_tensor(units.restore(y))
-            error = (prediction.mean - observed)[~observed.isnan()]
-            out["rmse"] = float(error.square().mean().sqrt())
+            residual = (prediction.mean - observed)[~observed.isnan()]
+            out["rmse"] = float(residual.square().mean().sqrt())
             lower, upper = (prediction.quantiles[p] for p in QUANTILES)
             out["coverage_90"] = interval_coverage(lower, upper, observed)
         return {

@@ -13,7 +13,7 @@ from torch import Tensor
 from pbnn.errors import ModelError
 from pbnn.infer.posterior import Posterior
 from pbnn.model import Data, Model
-from pbnn.prediction import predictive
+from pbnn.prediction import function_draws
 
 __all__ = ["Convergence", "check_convergence", "probe_rows"]
 
@@ -52,9 +52,10 @@ class Convergence:
     def __str__(self) -> str:
         good = (self.rhat < RHAT) & (self.ess > ESS)
         worst = int(np.nanargmax(np.nan_to_num(self.rhat, nan=np.inf)))
+        verdict = "not converged, but usable" if self.verdict == "usable" else self.verdict
         scalars = ", ".join(f"{name} {value:.3f}" for name, value in self.rhat_scalars.items())
         return (
-            f"{self.verdict}: {self.chains} chains of {self.draws} draws; {good.mean():.0%} of "
+            f"{verdict}: {self.chains} chains of {self.draws} draws; {good.mean():.0%} of "
             f"{len(good)} probe inputs have R-hat < {RHAT} and bulk ESS > {ESS} "
             f"({SHARE:.0%} needed); worst input {worst}: R-hat {self.rhat[worst]:.3f}, "
             f"ESS {self.ess[worst]:.0f}; R-hat of {scalars}; {self.divergences} divergences, "
@@ -68,7 +69,8 @@ def check_convergence(
     """Judge Markov chains by the function they draw (rank-normalised split R-hat, bulk ESS).
 
     Converged: 95% of probe inputs have R-hat < 1.01 and bulk ESS > 400. Usable: 95% have
-    R-hat < 1.05. R-hat of 1.05 or more on `lp` or a scalar site means not converged.
+    R-hat < 1.05. R-hat of 1.05 or more on `lp` or a scalar site means not converged, and so does
+    NaN: a single chain, fewer than 4 draws, a value that never changes.
     (Vehtari et al. 2021, "Rank-normalization, folding, and localization", eqs. 4, 10 and 14.)
 
     Args:
@@ -85,12 +87,7 @@ def check_convergence(
             f"the draws of {posterior.method!r} are independent, not Markov chains; R-hat does not "
             "apply to them"
         )
-    f = predictive(model, posterior, probe_rows(x), device=device)["f"].double().numpy()
-    if f.ndim > 3:
-        f = f.reshape(*f.shape[:3], -1)
-        f = f - f.mean(-1, keepdims=True) if f.shape[-1] > 1 else f
-    else:
-        f = f[..., None]
+    f = _numpy(function_draws(model, posterior, probe_rows(x), device=device))
     rhat, ess = (_over_inputs(f, kind) for kind in ("rhat", "ess"))
     scalars = {"lp": posterior.stats["lp"]} | {
         name: value for name, value in posterior.draws.items() if value.ndim == 2
@@ -132,7 +129,7 @@ def _over_inputs(f: NDArray[np.float64], kind: str) -> NDArray[np.float64]:
     values = np.array(
         [[_diagnose(f[:, :, i, k], kind) for k in range(f.shape[3])] for i in range(f.shape[2])]
     )
-    # NaN (too few draws, a constant) must not pass for good.
+    # NaN (too few draws or chains, a constant) must not pass for good.
     worst: NDArray[np.float64] = values.max(1) if kind == "rhat" else values.min(1)
     return worst
 
@@ -140,9 +137,10 @@ def _over_inputs(f: NDArray[np.float64], kind: str) -> NDArray[np.float64]:
 def _diagnose(values: NDArray[np.float64], kind: str) -> float:
     import arviz as az
 
-    if values.shape[1] < 4:
+    if values.shape[0] < 2 or values.shape[1] < 4 or not np.isfinite(values).all():
         return float("nan")
-    return float(az.rhat(values) if kind == "rhat" else az.ess(values, method="bulk"))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return float(az.rhat(values) if kind == "rhat" else az.ess(values, method="bulk"))
 
 
 def _numpy(value: Tensor) -> NDArray[np.float64]:
