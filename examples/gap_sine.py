@@ -45,8 +45,15 @@ def main() -> None:
     panels = grid(len(fits))
     for axes, (name, posterior) in zip(panels, fits.items(), strict=True):
         f = pbnn.predictive(model, posterior, line)["f"]
-        plot_band(f.numpy(), line[:, 0].numpy(), points=(x[:, 0].numpy(), y.numpy()), ax=axes)
+        plot_band(
+            f.numpy(),
+            line[:, 0].numpy(),
+            points=(x[:, 0].numpy(), y.numpy()),
+            legend=axes is panels[0],
+            ax=axes,
+        )
         axes.set_title(name)
+        axes.label_outer()
     print(save(panels, arguments.out))
 
 
