@@ -2,36 +2,25 @@
 
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyro
 import torch
-from pyro import poutine
-from torch import Tensor, nn
-from torch.func import functional_call, grad_and_value, vmap
+from torch import Tensor
+from torch.func import grad_and_value, vmap
 
 from pbnn.errors import FitError, ModelError, PbnnWarning
-from pbnn.infer.graph import FlatGraph, LaneSafe, trace
-from pbnn.infer.unconstrained import (
-    Latent,
-    Latents,
-    Place,
-    from_flat,
-    from_prior,
-    from_values,
-    layout,
-)
-from pbnn.model import BoundModel, Data, isolated, run
+from pbnn.infer.graph import CudaGraph, FlatGraph, compile_graph, trace, worth_compiling
+from pbnn.infer.lane import NUMERICAL, TRIES, Lane, flat
+from pbnn.infer.unconstrained import Latent
+from pbnn.model import BoundModel, Data, isolated
 
 __all__ = ["Density"]
 
-_TRIES = 100  # draws from the prior before giving up on a finite one
 _BLOCK = 256  # draws mapped at once where any number may come; fixed, so that memory is bounded
-_NUMERICAL = (torch.linalg.LinAlgError, ArithmeticError, ValueError)
 
 
 class Density:
@@ -44,7 +33,8 @@ class Density:
     Args:
         bound: The model and its data.
         chains: Number of chains to get ready for now; others get ready when they first come.
-        compile: Whether inductor compiles the graph; None decides by the rule that `rule` states.
+        compile: Whether inductor compiles the graph; None decides by a rule of the graph's size, the
+            values in it (rows times units times chains) and the draws, never by a timing.
         draws: Number of draws a chain, warm-up among them, that the rule counts on.
         lanes: Data that differ between chains: "x", "y" (as the model takes them), "constants" or
             "buffers" (by name), each tensor with one leading axis more than in `bound`. Chain i then
@@ -54,9 +44,10 @@ class Density:
         bound: The model and its data.
         sites: Where each latent site lies in the flat vector, in the order in which the model runs.
         dim: Length of the flat vector.
+        lanes: Number of lanes of data; None where all chains share them.
         slow_because: Why the model runs through Python chain by chain; None where it does not.
-        rule: Whether the graph is compiled and why, in words.
         compiled: Whether inductor compiles the graph.
+        rule: Why the graph is compiled, or not, in words.
 
     Raises:
         ModelError: The model has no finite density at draws from its prior, or is random beyond its
@@ -73,23 +64,29 @@ class Density:
         lanes: Mapping[str, Data] | None = None,
     ) -> None:
         self.bound = bound
-        state = bound.constants() | bound.buffers()
-        data = _flat(bound.x, bound.y, state)
-        self._names = tuple(data)
-        self._data = tuple(data.values())
-        self._dims: tuple[int | None, ...] = (None,) * len(data)
-        self._state = bool(state)
-        self._graphs: dict[int, FlatGraph] = {}
-        self._draw_graphs: dict[str, FlatGraph] = {}
-        self.slow_because: str | None = None
-        self._start, self.sites, self._deterministic = self._discover()
-        self.dim = int(self._start.numel())
+        self._lane = Lane(bound)
+        self.sites: tuple[Latent, ...] = self._lane.sites
+        self.dim = int(self._lane.start.numel())
+        self._data = self._lane.data
+        self._dims: tuple[int | None, ...] = (None,) * len(self._data)
         self.lanes: int | None = None
         if lanes is not None:
             chains = self._set_lanes(lanes)
-        self._prepare(chains)
-        self.compiled = False
-        self.rule = "eager"
+        self._graphs: dict[int, FlatGraph] = {}
+        self._functions: dict[int, Callable[..., Any]] = {}
+        self._draw_graphs: dict[str, FlatGraph] = {}
+        self.slow_because: str | None = None
+        try:
+            graph = self._prepare(chains)
+        except Exception as error:
+            self._fall_back(error)
+        self._must_compile = compile is True
+        if self.slow_because is not None:
+            self.compiled, self.rule = False, f"not compiled: {self.slow_because}"
+        elif compile is not None:
+            self.compiled, self.rule = compile, "as asked"
+        else:
+            self.compiled, self.rule = worth_compiling(graph, draws)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -103,21 +100,25 @@ class Density:
 
     @property
     def data_tensors(self) -> tuple[Tensor, ...]:
-        """What the graph takes after z: x, y, parameters without a prior and buffers."""
+        """What `graph` takes after z: x, y, parameters without a prior and buffers."""
         return self._data
 
     def graph(self, z: Tensor, *data: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log density `(chains,)` and gradient `(chains, dim)`; pure, for use in a graph.
+        """Return log density `(chains,)` and gradient `(chains, dim)`, never compiled.
+
+        Pure, so that it can become a part of a larger graph that is compiled as a whole.
 
         Args:
             z: Unconstrained values `(chains, dim)`.
             *data: `data_tensors`.
         """
+        if self.slow_because is not None:
+            return self._chain_by_chain(z)
         value, grad = self._prepare(z.shape[0])(z, *data)
         return value, grad
 
     def value_and_grad(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the log density and its gradient.
+        """Return the log density and its gradient, compiled where `compiled` says so.
 
         Args:
             z: Unconstrained values `(chains, dim)`.
@@ -126,15 +127,17 @@ class Density:
             Log density `(chains,)` and gradient `(chains, dim)`. A chain whose evaluation fails
             (a matrix that is not positive definite, say) has NaN; the others are not touched.
         """
-        self._check(z)
-        if self.slow_because is not None:
-            return self._chain_by_chain(z)
-        return self.graph(z, *self.data_tensors)
+        function = self._functions.get(z.shape[0])
+        if function is None or z.shape[-1] != self.dim:
+            self._check(z)
+            function = self._functions[z.shape[0]] = self._function(z)
+        value, grad = function(z.contiguous(), *self._data)
+        return value, grad
 
     def log_density(self, z: Tensor) -> Tensor:
-        """Return the log density `(chains,)` at unconstrained values `(chains, dim)`."""
+        """Return the log density `(...)` at unconstrained values `(..., dim)`."""
         self._check(z)
-        return self._over_draws(self._log_density_of_draw, (z,), (1,))[0]
+        return self._over_draws(self._lane.log_density_alone, (z,), (1,))[0]
 
     def constrain(self, z: Tensor) -> dict[str, Tensor]:
         """Return the values of the latent sites on their own support.
@@ -146,20 +149,22 @@ class Density:
             By site, `(..., *shape)`.
         """
         self._check(z)
-        values = self._over_draws(self._values, (z,), (1,))
+        values = self._over_draws(self._lane.values, (z,), (1,))
         return {site.name: value for site, value in zip(self.sites, values, strict=True)}
 
     def deterministic(self, z: Tensor) -> dict[str, Tensor]:
         """Return the values of `pyro.deterministic` sites, by name, as `constrain` does."""
         self._check(z)
-        values = self._over_draws(self._deterministic_values, (z,), (1,))
-        return dict(zip(self._deterministic, values, strict=True))
+        if not self._lane.deterministic:
+            return {}
+        values = self._over_draws(self._lane.deterministic_values, (z,), (1,))
+        return dict(zip(self._lane.deterministic, values, strict=True))
 
     def unconstrain(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Return the flat vector of values on each site's own support: the inverse of `constrain`.
+        """Return the flat vectors `(..., dim)` of values: the inverse of `constrain`.
 
         Args:
-            values: By site, `(..., *shape)`.
+            values: By site, on its own support, `(..., *shape)`.
 
         Raises:
             ModelError: A site is missing or has another shape.
@@ -167,15 +172,15 @@ class Density:
         inputs = []
         for site in self.sites:
             value = values.get(site.name)
-            event = len(site.shape)
-            if value is None or tuple(value.shape[value.ndim - event :]) != site.shape:
-                found = "none" if value is None else tuple(value.shape)
+            if value is None or tuple(value.shape[value.ndim - len(site.shape) :]) != site.shape:
+                found = "none" if value is None else f"shape {tuple(value.shape)}"
+                expected = ", ".join(map(str, ("…", *site.shape)))
                 raise ModelError(
-                    f"site {site.name!r}: expected values of shape (…, {site.shape}), got {found}"
+                    f"site {site.name!r}: expected values of shape ({expected}), got {found}"
                 )
-            inputs.append(value.to(device=self.device, dtype=self.dtype).contiguous())
+            inputs.append(value.to(device=self.device, dtype=self.dtype))
         events = tuple(len(site.shape) for site in self.sites)
-        return self._over_draws(self._unconstrained, tuple(inputs), events)[0]
+        return self._over_draws(self._lane.unconstrained, tuple(inputs), events)[0]
 
     def site_log_densities(self, z: Tensor, lane: int = 0) -> dict[str, float]:
         """Return the log density by site at one point; a latent site's has its log |det J|.
@@ -184,14 +189,8 @@ class Density:
             z: Unconstrained values `(dim,)`.
             lane: Which lane's data, where lanes differ.
         """
-        with isolated(), torch.no_grad():
-            tracer, latents = self._run(from_flat(self.sites, z), self._lane_data(lane))
-            tracer.compute_log_prob(site_filter=_counts)
-        return {
-            name: float(node["log_prob_sum"] + latents.log_jacobian.get(name, 0.0))
-            for name, node in tracer.nodes.items()
-            if node["type"] == "sample" and "log_prob_sum" in node
-        }
+        with isolated(0, self.device):
+            return self._lane.by_site(z, self._lane_data(lane))
 
     def initial_prior(self, chains: int, seed: int) -> Tensor:
         """Draw starts from the prior, again where the density or its gradient is not finite.
@@ -209,94 +208,38 @@ class Density:
         Raises:
             FitError: No finite start was found; the message has the log density by site.
         """
-        z = self._start.repeat(chains, 1)
+        z = self._lane.start.repeat(chains, 1)
+        self._check(z)
         todo = list(range(chains))
-        for attempt in range(_TRIES):
+        for attempt in range(TRIES):
             for chain in todo:
-                z[chain] = self._prior_draw(chain, seed, attempt)
-            value, grad = self.value_and_grad(z)
+                entropy = np.random.SeedSequence((seed, chain, attempt)).generate_state(1)[0]
+                with isolated(int(entropy), self.device):
+                    z[chain] = self._lane.prior(self._lane_data(chain))
+            value, grad = self.graph(z, *self._data)
             finite = value.isfinite() & grad.isfinite().all(-1)
             todo = [chain for chain in todo if not finite[chain]]
             if not todo:
                 return z
-        terms = self.site_log_densities(z[todo[0]], todo[0] if self.lanes else 0)
+        terms = self.site_log_densities(z[todo[0]], todo[0])
         listed = ", ".join(f"{name} {term:.6g}" for name, term in terms.items())
         raise FitError(
-            f"no finite start in {_TRIES} draws from the prior; log density by site at the last one: "
+            f"no finite start in {TRIES} draws from the prior; log density by site at the last one: "
             f"{listed}; pass init= with values"
         )
 
-    def _prior_draw(self, chain: int, seed: int, attempt: int) -> Tensor:
-        entropy = np.random.SeedSequence((seed, chain, attempt)).generate_state(1)[0]
-        place = from_prior(self.device, self.dtype)
-        with isolated(int(entropy), self.device), torch.no_grad():
-            _, latents = self._run(place, self._lane_data(chain if self.lanes else 0))
-        return latents.flat()
-
-    # What one lane computes, as pure functions of tensors.
-
-    def _run(
-        self, place: Place, data: tuple[Tensor, ...], *, checks: bool = False
-    ) -> tuple[poutine.Trace, Latents]:
-        x, y, state = _nested(dict(zip(self._names, data, strict=False)))
-        model = self.bound.model
-        if state:
-            module = model
-
-            def model(*args: Any) -> Any:
-                return functional_call(module, state, args)
-
-        latents = Latents(place)
-        with pyro.validation_enabled(checks), LaneSafe(), latents:
-            return run(model, {}, x, y, fill=self.bound.fill, checks=checks), latents
-
-    def _log_density(self, z: Tensor, *data: Tensor) -> Tensor:
-        with pyro.validation_enabled(False), LaneSafe():
-            tracer, latents = self._run(from_flat(self.sites, z), data)
-            total = tracer.log_prob_sum(site_filter=_counts)
-            return (total + sum(latents.log_jacobian.values())).to(z.dtype)
-
-    def _values(self, z: Tensor, *data: Tensor) -> tuple[Tensor, ...]:
-        return tuple(self._run(from_flat(self.sites, z), data)[1].values.values())
-
-    def _deterministic_values(self, z: Tensor, *data: Tensor) -> tuple[Tensor, ...]:
-        nodes = self._run(from_flat(self.sites, z), data)[0].nodes
-        return tuple(nodes[name]["value"] for name in self._deterministic)
-
-    def _log_density_of_draw(self, z: Tensor, *data: Tensor) -> tuple[Tensor]:
-        return (self._log_density(z, *data),)
-
-    def _unconstrained(self, *inputs: Tensor) -> tuple[Tensor]:
-        values = {site.name: v for site, v in zip(self.sites, inputs, strict=False)}
-        latents = self._run(from_values(values), inputs[len(self.sites) :])[1]
-        return (latents.flat(),)
-
-    # Getting ready.
-
-    def _discover(self) -> tuple[Tensor, tuple[Latent, ...], tuple[str, ...]]:
-        """Run the model once with all argument checks on; return a point, the layout, and names."""
-        place = from_prior(self.device, self.dtype)
-        error: Exception | None = None
-        with isolated(0, self.device), torch.no_grad():
-            for _ in range(_TRIES):
-                try:
-                    tracer, latents = self._run(place, self._data, checks=True)
-                    value = tracer.log_prob_sum()
-                except _NUMERICAL as found:
-                    error = found  # an unlucky draw, or a fault of the model that stays
-                    continue
-                z = latents.flat()
-                if value.isfinite() and z.isfinite().all():
-                    nodes = tracer.nodes.items()
-                    names = [n for n, node in nodes if node.get("infer", {}).get("_deterministic")]
-                    return z, layout(latents), tuple(names)
-        reason = f"{type(error).__name__}: {error}" if error else "its log density is not finite"
-        raise ModelError(f"the model fails at {_TRIES} draws from its prior ({reason})") from error
+    def _check(self, z: Tensor) -> None:
+        if z.ndim == 0 or z.shape[-1] != self.dim:
+            raise ModelError(f"z has shape {tuple(z.shape)}; expected (…, {self.dim})")
+        if self.lanes is not None and z.shape[0] != self.lanes:
+            raise ModelError(
+                f"z has shape {tuple(z.shape)}; expected a first axis of {self.lanes} lanes"
+            )
 
     def _set_lanes(self, lanes: Mapping[str, Data]) -> int:
         state = {**lanes.get("constants", {}), **lanes.get("buffers", {})}
-        given = _flat(lanes.get("x"), lanes.get("y"), state)
-        held = dict(zip(self._names, self._data, strict=True))
+        given = flat(lanes.get("x"), lanes.get("y"), state)
+        held = dict(zip(self._lane.names, self._data, strict=True))
         for name, value in given.items():
             if name not in held or value.shape[1:] != held[name].shape:
                 expected = tuple(held[name].shape) if name in held else "no such tensor"
@@ -309,7 +252,7 @@ class Density:
         if len(counts) != 1:
             raise ModelError(f"lanes: expected one number of lanes, got {sorted(counts)}")
         self._data = tuple(held.values())
-        self._dims = tuple(0 if name in given else None for name in self._names)
+        self._dims = tuple(0 if name in given else None for name in held)
         self.lanes = counts.pop()
         return self.lanes
 
@@ -318,37 +261,77 @@ class Density:
         return tuple(value if dim is None else value[lane] for value, dim in pairs)
 
     def _prepare(self, chains: int) -> FlatGraph:
-        """Trace the density and its gradient for a number of chains."""
+        """Return the graph for a number of chains; traced once, and held against the model."""
         if chains in self._graphs:
             return self._graphs[chains]
 
         def batched(z: Tensor, *data: Tensor) -> tuple[Tensor, Tensor]:
-            grad, value = vmap(grad_and_value(self._log_density), (0, *self._dims))(z, *data)
+            grad, value = vmap(grad_and_value(self._lane.log_density), (0, *self._dims))(z, *data)
             return value, grad
 
-        with isolated(0, self.device):
-            graph = trace(batched, (self._start.repeat(chains, 1), *self._data))
+        # Lanes at different points, so that a value that crosses lanes would show.
+        steps = torch.linspace(0, 0.1, chains, dtype=self.dtype, device=self.device)
+        z = self._lane.start + steps[:, None]
+        with isolated(0, self.device), torch.no_grad():
+            graph = trace(batched, (z, *self._data))
+            found = graph(z, *self._data)
+        for chain in sorted({0, chains - 1}):
+            one = tuple(output[chain : chain + 1] for output in found)
+            if not _agree(one, self._chain_by_chain(z[chain : chain + 1], chain)):
+                raise ModelError("its graph gives other numbers than the model itself")
         self._graphs[chains] = graph
         return graph
 
-    def _check(self, z: Tensor) -> None:
-        if z.shape[-1] != self.dim:
-            raise ModelError(f"z has shape {tuple(z.shape)}; expected (…, {self.dim})")
-        if self.lanes is not None and z.shape[0] != self.lanes:
-            raise ModelError(
-                f"z has shape {tuple(z.shape)}; expected a first axis of {self.lanes} lanes"
-            )
+    def _function(self, z: Tensor) -> Callable[..., Any]:
+        """Return what `value_and_grad` calls for a number of chains."""
+        if self.slow_because is not None:
+            return lambda z, *_: self._chain_by_chain(z)
+        function: Callable[..., Any] = self._prepare(z.shape[0])
+        inputs = (z.contiguous(), *self._data)
+        if self.compiled:
+            try:
+                compiled = compile_graph(function, inputs)
+                if not _agree(compiled(*inputs), function(*inputs)):
+                    raise FitError("the compiled graph gives other numbers; pass compile=False")
+                function = compiled
+            except FitError as error:
+                if self._must_compile:
+                    raise
+                warnings.warn(f"{error}; going on uncompiled", PbnnWarning, stacklevel=3)
+        return CudaGraph.of(function, inputs) if z.is_cuda else function
 
-    def _chain_by_chain(self, z: Tensor) -> tuple[Tensor, Tensor]:
+    def _fall_back(self, error: Exception) -> None:
+        """Choose the slower path, and say what in the model asks for it."""
+        if isinstance(error, torch.OutOfMemoryError):
+            raise error
+        where, reason = _where(error), str(error).strip().splitlines()[0]
+        z = self._lane.start[None]
+        same = _agree(self._chain_by_chain(z), self._chain_by_chain(z), exact=True)
+        if "random operation" in reason or not same:
+            raise ModelError(
+                f"the model is random beyond its sites{where}; declare it with `pyro.sample`, or "
+                "switch it off in eval mode"
+            ) from error
+        self.slow_because = f"the model cannot be mapped over chains{where}"
+        warnings.warn(
+            f"{self.slow_because}: {reason[:200]}; the chains run through Python one by one, with "
+            "the same numbers but slower; in place of Python control flow and in-place writes, use "
+            "torch.where and torch.cat",
+            PbnnWarning,
+            stacklevel=3,
+        )
+
+    def _chain_by_chain(self, z: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
         """Evaluate through Python, one chain after another."""
         values, grads = torch.full_like(z[:, 0], torch.nan), torch.full_like(z, torch.nan)
         with isolated(0, self.device):
             for chain, point in enumerate(z):
                 leaf = point.detach().clone().requires_grad_()
                 try:
-                    value = self._log_density(leaf, *self._lane_data(chain))
+                    with torch.enable_grad():
+                        value = self._lane.log_density(leaf, *self._lane_data(first + chain))
                     (grad,) = torch.autograd.grad(value, leaf, materialize_grads=True)
-                except _NUMERICAL:
+                except NUMERICAL:
                     continue
                 values[chain], grads[chain] = value.detach(), grad
         return values, grads
@@ -359,7 +342,7 @@ class Density:
         """Apply a function of one lane to draws.
 
         Args:
-            function: Method that takes one draw's inputs and then the data of a lane.
+            function: Method of the lane that takes one draw's inputs and then the data.
             inputs: Each `(..., *event)`; with lanes of data, the first axis is that of the lanes.
             events: Number of event dimensions of each input.
 
@@ -367,12 +350,13 @@ class Density:
             Each `(..., *event)`.
         """
         lead = inputs[0].shape[: inputs[0].ndim - events[0]]
-        rows = self.lanes or 1
-        flat = [v.reshape(rows, -1, *v.shape[len(lead) :]) for v in inputs]
-        parts = [
-            self._over_lane(function, [v[lane] for v in flat], self._lane_data(lane))
-            for lane in range(rows)
-        ]
+        lanes = self.lanes or 1
+        rows = [value.reshape(lanes, -1, *value.shape[len(lead) :]) for value in inputs]
+        with isolated(0, self.device), torch.no_grad():
+            parts = [
+                self._over_lane(function, [value[lane] for value in rows], self._lane_data(lane))
+                for lane in range(lanes)
+            ]
         return tuple(
             torch.cat(outputs).reshape(*lead, *outputs[0].shape[1:])
             for outputs in zip(*parts, strict=True)
@@ -381,41 +365,35 @@ class Density:
     def _over_lane(
         self, function: Callable[..., Any], inputs: list[Tensor], data: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        with isolated(0, self.device), torch.no_grad():
-            if self.slow_because is not None:
-                draws = [function(*draw, *data) for draw in zip(*inputs, strict=True)]
-                return tuple(torch.stack(outputs) for outputs in zip(*draws, strict=True))
-            graph = self._draw_graphs.get(function.__name__)
-            if graph is None:
-                graph = trace(function, [v[0] for v in inputs] + list(data))
-                self._draw_graphs[function.__name__] = graph
-            dims = (*(0 for _ in inputs), *(None for _ in data))
-            return vmap(graph, dims, chunk_size=_BLOCK)(*inputs, *data)
+        if self.slow_because is not None:
+            draws = [function(*draw, *data) for draw in zip(*inputs, strict=True)]
+            return tuple(torch.stack(outputs) for outputs in zip(*draws, strict=True))
+        graph = self._draw_graphs.get(function.__name__)
+        if graph is None:
+            graph = trace(function, [value[0] for value in inputs] + list(data))
+            self._draw_graphs[function.__name__] = graph
+        dims = (*(0 for _ in inputs), *(None for _ in data))
+        outputs: tuple[Tensor, ...] = vmap(graph, dims, chunk_size=_BLOCK)(*inputs, *data)
+        return outputs
 
 
-def _counts(_: str, node: Any) -> bool:
-    return not node["infer"].get("_deterministic")
+def _agree(found: Any, expected: Any, *, exact: bool = False) -> bool:
+    """Whether two log densities and gradients are the same up to rounding."""
+    for a, b in zip(found, expected, strict=True):
+        # Terms of either sign may cancel, so rounding is measured against the largest of them.
+        digits = torch.finfo(a.dtype).eps ** 0.5 * 10
+        scale = 0.0 if exact else digits * (1 + float(b.nan_to_num(0, 0, 0).abs().max()))
+        if not torch.allclose(a, b, rtol=0.0, atol=scale, equal_nan=True):
+            return False
+    return True
 
 
-_Name = tuple[str, str]
-
-
-def _flat(x: Data, y: Data, state: Mapping[str, Tensor]) -> dict[_Name, Tensor]:
-    """Name each tensor of the data by its part and its key there."""
-    named: dict[_Name, Tensor] = {}
-    for part, value in (("x", x), ("y", y), ("state", state)):
-        leaves = value.items() if isinstance(value, Mapping) else [("", value)]
-        named.update({(part, key): leaf for key, leaf in leaves if leaf is not None})
-    return named
-
-
-def _nested(named: Mapping[_Name, Tensor]) -> tuple[Data, Data, dict[str, Tensor]]:
-    """Undo `_flat`."""
-    parts: dict[str, dict[str, Tensor]] = {"x": {}, "y": {}, "state": {}}
-    for (part, key), value in named.items():
-        parts[part][key] = value
-
-    def data(part: dict[str, Tensor]) -> Data:
-        return part.get("", part or None)
-
-    return data(parts["x"]), data(parts["y"]), parts["state"]
+def _where(error: Exception) -> str:
+    """Return the line of the user's code in which an error arose, in words."""
+    ours = tuple(str(Path(m.__file__).parent) for m in (torch, pyro)) + (
+        str(Path(__file__).parents[1]),
+    )
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith((*ours, "<")):
+            return f" ({Path(frame.filename).name}:{frame.lineno}: `{frame.line}`)"
+    return ""

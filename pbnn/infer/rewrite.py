@@ -250,9 +250,7 @@ class Rewriter(fx.Interpreter):
 
     def _expand(self, value: Tensor, shape: Sequence[int], **_: Any) -> Tensor:
         missing = len(shape) - value.ndim
-        full = [
-            value.shape[i - missing] if size == -1 else size for i, size in enumerate(shape)
-        ]
+        full = [value.shape[i - missing] if size == -1 else size for i, size in enumerate(shape)]
         return self._spread(self._before(value), full)
 
     def _to_copy(self, value: Tensor, **kwargs: Any) -> Tensor:

@@ -1,0 +1,172 @@
+"""What one lane computes: a bound model as pure functions of tensors."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pyro
+import torch
+from pyro import poutine
+from torch import Tensor
+from torch.func import functional_call
+
+from pbnn.errors import ModelError
+from pbnn.infer.graph import LaneSafe
+from pbnn.infer.unconstrained import (
+    Latents,
+    Place,
+    from_flat,
+    from_prior,
+    from_values,
+    layout,
+)
+from pbnn.model import BoundModel, Data, isolated, run
+
+__all__ = ["NUMERICAL", "TRIES", "Lane", "flat"]
+
+TRIES = 100
+"""Draws from the prior before giving up on a finite one."""
+
+NUMERICAL = (torch.linalg.LinAlgError, ArithmeticError, ValueError)
+"""What a model may raise at an unlucky point."""
+
+_Name = tuple[str, str]
+
+
+class Lane:
+    """A bound model as pure functions of an unconstrained vector and of its data.
+
+    Args:
+        bound: The model and its data.
+
+    Attributes:
+        names: For each tensor of the data, its part ("x", "y", "state") and its key there.
+        data: The tensors: x, y, parameters without a prior, buffers.
+        sites: Where each latent site lies in the vector.
+        deterministic: Names of the `pyro.deterministic` sites.
+        start: A vector with finite log density `(dim,)`.
+
+    Raises:
+        ModelError: The model has no finite log density at draws from its prior.
+    """
+
+    def __init__(self, bound: BoundModel) -> None:
+        self.bound = bound
+        named = flat(bound.x, bound.y, bound.constants() | bound.buffers())
+        self.names = tuple(named)
+        self.data = tuple(named.values())
+        self.start, latents, trace = self._first_run()
+        self.sites = layout(latents)
+        self.deterministic = tuple(
+            name
+            for name, node in trace.nodes.items()
+            if node["type"] == "sample" and node["infer"].get("_deterministic")
+        )
+
+    def run(
+        self, place: Place, data: tuple[Tensor, ...], *, checks: bool = False
+    ) -> tuple[poutine.Trace, Latents]:
+        """Run the model once.
+
+        Args:
+            place: Decides the values of the latent sites.
+            data: In the order of `names`.
+            checks: Whether distributions check their arguments.
+        """
+        x, y, state = _nested(dict(zip(self.names, data, strict=True)))
+        model = self.bound.model
+        if state:
+            module = self.bound.model
+
+            def model(*args: Any) -> Any:
+                return functional_call(module, state, args)
+
+        latents = Latents(place)
+        with pyro.validation_enabled(checks), latents:
+            return run(model, {}, x, y, fill=self.bound.fill, checks=checks), latents
+
+    def log_density(self, z: Tensor, *data: Tensor) -> Tensor:
+        """Return the log joint density with log |det J| at z `(dim,)`."""
+        with pyro.validation_enabled(False), LaneSafe():
+            trace, latents = self.run(from_flat(self.sites, z), data)
+            total = trace.log_prob_sum(site_filter=_counts)
+            return (total + sum(latents.log_jacobian.values())).to(z.dtype)
+
+    def log_density_alone(self, z: Tensor, *data: Tensor) -> tuple[Tensor]:
+        """Return `log_density` as a tuple of one."""
+        return (self.log_density(z, *data),)
+
+    def values(self, z: Tensor, *data: Tensor) -> tuple[Tensor, ...]:
+        """Return the values of the latent sites, in the order of `sites`."""
+        with LaneSafe():
+            return tuple(self.run(from_flat(self.sites, z), data)[1].values.values())
+
+    def deterministic_values(self, z: Tensor, *data: Tensor) -> tuple[Tensor, ...]:
+        """Return the values of the deterministic sites, in the order of `deterministic`."""
+        with LaneSafe():
+            nodes = self.run(from_flat(self.sites, z), data)[0].nodes
+        return tuple(nodes[name]["value"] for name in self.deterministic)
+
+    def unconstrained(self, *inputs: Tensor) -> tuple[Tensor]:
+        """Return the vector of values on each site's support: the values, then the data."""
+        values = {site.name: value for site, value in zip(self.sites, inputs, strict=False)}
+        with LaneSafe():
+            return (self.run(from_values(values), inputs[len(self.sites) :])[1].flat(),)
+
+    def prior(self, data: tuple[Tensor, ...]) -> Tensor:
+        """Draw a vector `(dim,)` from the prior, with the generator as it stands."""
+        place = from_prior(self.bound.device, self.bound.dtype)
+        with torch.no_grad(), LaneSafe():
+            return self.run(place, data)[1].flat()
+
+    def by_site(self, z: Tensor, data: tuple[Tensor, ...]) -> dict[str, float]:
+        """Return the log density by site; a latent site's has its log |det J|."""
+        with torch.no_grad(), pyro.validation_enabled(False), LaneSafe():
+            trace, latents = self.run(from_flat(self.sites, z), data)
+            trace.compute_log_prob(site_filter=_counts)
+        return {
+            name: float(node["log_prob_sum"] + latents.log_jacobian.get(name, 0.0))
+            for name, node in trace.nodes.items()
+            if node["type"] == "sample" and "log_prob_sum" in node
+        }
+
+    def _first_run(self) -> tuple[Tensor, Latents, poutine.Trace]:
+        """Run with all argument checks on, at draws from the prior until one has finite density."""
+        place = from_prior(self.bound.device, self.bound.dtype)
+        error: Exception | None = None
+        with isolated(0, self.bound.device), torch.no_grad(), LaneSafe():
+            for _ in range(TRIES):
+                try:
+                    trace, latents = self.run(place, self.data, checks=True)
+                    value = trace.log_prob_sum()
+                except NUMERICAL as found:
+                    error = found
+                    continue
+                z = latents.flat()
+                if value.isfinite() and z.isfinite().all():
+                    return z, latents, trace
+        reason = f"{type(error).__name__}: {error}" if error else "its log density is not finite"
+        raise ModelError(f"the model fails at {TRIES} draws from its prior ({reason})") from error
+
+
+def flat(x: Data, y: Data, state: Mapping[str, Tensor]) -> dict[_Name, Tensor]:
+    """Name each tensor of the data by its part ("x", "y", "state") and its key there."""
+    named: dict[_Name, Tensor] = {}
+    for part, value in (("x", x), ("y", y), ("state", state)):
+        leaves = value.items() if isinstance(value, Mapping) else [("", value)]
+        named.update({(part, key): leaf for key, leaf in leaves if leaf is not None})
+    return named
+
+
+def _nested(named: Mapping[_Name, Tensor]) -> tuple[Data, Data, dict[str, Tensor]]:
+    parts: dict[str, dict[str, Tensor]] = {"x": {}, "y": {}, "state": {}}
+    for (part, key), value in named.items():
+        parts[part][key] = value
+
+    def data(part: dict[str, Tensor]) -> Data:
+        return part.get("", part or None)
+
+    return data(parts["x"]), data(parts["y"]), parts["state"]
+
+
+def _counts(_: str, node: Any) -> bool:
+    return not node["infer"].get("_deterministic")
