@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from tqdm.auto import tqdm
 
 from pbnn.checks import PLATE, check_observed, check_output, unwrapped
 from pbnn.errors import DataError, ModelError
 from pbnn.front_door import observations, prepare, prior_values
 from pbnn.infer.posterior import Posterior
 from pbnn.model import Data, Model, isolated, leaves, run, sample_nodes, take
+from pbnn.progress import progress_bar
 
 __all__ = ["Runner"]
 
@@ -171,7 +171,7 @@ class Runner:
         """Yield slices of rows whose size follows from shapes alone."""
         total = max(1, self.rows)
         starts = range(0, total, BLOCK_ROWS)
-        for start in tqdm(starts, desc="rows", disable=not progress, leave=False):
+        for start in progress_bar(starts, label="rows", unit="block", show=progress):
             yield slice(start, min(start + BLOCK_ROWS, total))
 
     def map(

@@ -11,7 +11,6 @@ from pyro import poutine
 from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
-from tqdm.auto import tqdm
 
 from pbnn.errors import ConvergenceWarning, FitError, ModelError
 from pbnn.front_door import bind
@@ -19,6 +18,7 @@ from pbnn.infer.density import Density
 from pbnn.infer.guides import approximation, draw_guide, make_guide
 from pbnn.infer.posterior import Posterior, provenance
 from pbnn.model import BoundModel, Data, Model, isolated, run, sample_nodes, take
+from pbnn.progress import progress_bar
 
 __all__ = ["fit_svi"]
 
@@ -275,7 +275,7 @@ class _Training:
         cooling_from, end = (2 * steps) // 3, steps
         windows: list[float] = []
         ended = "steps"
-        bar = tqdm(total=steps, desc="SVI", unit="step", disable=not progress, leave=False)
+        bar = progress_bar(total=steps, label="SVI", unit="step", show=progress)
         try:
             with bar:
                 while len(self.terms) < end:
@@ -290,7 +290,7 @@ class _Training:
                         ended = "not finite"
                         break
                     bar.update(len(self.terms) - bar.n)
-                    bar.set_postfix(elbo=f"{windows[-1]:.4g}")
+                    bar.set_postfix(elbo=f"{windows[-1]:.4g}", refresh=False)
                     if early_stopping and len(self.terms) < cooling_from and _flat(windows):
                         cooling_from = len(self.terms)
                         end = min(steps, int(cooling_from * (1 + COOLING)))
