@@ -10,10 +10,11 @@ import torch
 from pyro import poutine
 from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
+from torch.distributions import biject_to
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from pbnn.errors import ConvergenceWarning, FitError, ModelError
-from pbnn.front_door import bind
+from pbnn.front_door import bind, prior_values
 from pbnn.infer.density import Density
 from pbnn.infer.guides import approximation, draw_guide, make_guide
 from pbnn.infer.posterior import Posterior, provenance
@@ -99,6 +100,7 @@ def fit_svi(
     if compile:
         raise FitError("compile=True: SVI has no compiled step yet; leave compile out")
     bound = bind(model, x, y, device=device, dtype=dtype)
+    _check_supports(bound)
     if batch_size is not None:
         _check_batching(bound, batch_size)
     started = time.perf_counter()
@@ -110,7 +112,8 @@ def fit_svi(
         training = _Training(bound, q, particles=particles, batch_size=batch_size, seed=seed)
         outcome = training.run(steps, lr, early_stopping, progress)
         with torch.no_grad():
-            values, log_q = draw_guide(q, draws, (bound.x, bound.y))
+            drawn, log_q = draw_guide(q, draws, (bound.x, bound.y))
+            values = {name: value.contiguous() for name, value in drawn.items()}
             density = Density(bound, compile=False)
             z = density.unconstrain(values)
             lp = density.log_density(z)
@@ -147,6 +150,28 @@ def _on_cpu(approximation: Mapping[str, Any] | None) -> dict[str, Any] | None:
         return None
     tensors = {k: v.detach().cpu() for k, v in approximation["tensors"].items()}
     return {**approximation, "tensors": tensors}
+
+
+def _check_supports(bound: BoundModel) -> None:
+    """Refuse a support that moves with another site: guides would keep it as they first saw it."""
+    with isolated(0, bound.device), torch.no_grad(), prior_values(bound.dtype, bound.device):
+        first, second = bound.run({}), bound.run({})
+        for name in bound.named("latent"):
+            middles = [_middle(trace.nodes[name]["fn"], bound) for trace in (first, second)]
+            if not torch.equal(*middles):
+                raise ModelError(
+                    f"site {name!r} has a support that depends on another site, which guides "
+                    "cannot follow; draw it on a fixed support and map it (as b = (1 - a) * u with u "
+                    "uniform), or use fit_nuts"
+                )
+
+
+def _middle(fn: Any, bound: BoundModel) -> Tensor:
+    """Return the image of 0 under the map from the unconstrained space to a site's support."""
+    transform = biject_to(fn.support)
+    shape = transform.inverse_shape(fn.shape())
+    value: Tensor = transform(torch.zeros(shape, dtype=bound.dtype, device=bound.device))
+    return value
 
 
 def _check_batching(bound: BoundModel, batch_size: int) -> None:
