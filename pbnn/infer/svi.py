@@ -161,7 +161,7 @@ def _check_supports(bound: BoundModel) -> None:
             if not torch.equal(*middles):
                 raise ModelError(
                     f"site {name!r} has a support that depends on another site, which guides "
-                    "cannot follow; draw it on a fixed support and map it (as b = (1 - a) * u with u "
+                    "cannot follow; draw it on a fixed support and map it (b = (1 - a) * u with u "
                     "uniform), or use fit_nuts"
                 )
 
