@@ -147,7 +147,8 @@ class MassEstimate:
         shrink = 1e-3 * 5 / (count + 5)
         if not self.dense:
             return (covariance + shrink).sqrt()
-        return torch.linalg.cholesky(covariance + shrink * torch.eye(len(covariance)))
+        factor: Tensor = torch.linalg.cholesky(covariance + shrink * torch.eye(len(covariance)))
+        return factor
 
     def clear(self, lane: int) -> None:
         """Forget the draws of a lane."""

@@ -1,4 +1,4 @@
-"""Draws as they come, in memory or mapped to disk, and the state from which a killed run goes on."""
+"""Draws as they come, in memory or mapped to disk, and the state that a killed run goes on from."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pbnn.errors import FileError
-from pbnn.infer.trajectory import STATS
+from pbnn.infer.lanes import STATS
 
 __all__ = ["Checkpoint", "Store", "digest"]
 
@@ -52,7 +52,7 @@ def _mapped(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def digest(*values: Any) -> str:
-    """Return a short hash of tensors (by their bytes) and plain values, nested in dicts or lists."""
+    """Return a short hash of tensors (by their bytes) and plain values, also in dicts and lists."""
     sha = hashlib.sha256()
     for value in values:
         if isinstance(value, Tensor):

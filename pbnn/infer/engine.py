@@ -1,7 +1,6 @@
 """The state of a run between two looks at it: lanes, ring of new draws, windows, kept draws."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,19 +11,12 @@ from torch import Tensor
 from pbnn.errors import FitError
 from pbnn.infer.adaptation import MassEstimate, warmup_schedule
 from pbnn.infer.checkpoint import Store
+from pbnn.infer.lanes import STATS, UNIFORMS, Density, Lanes, Outcome, Rule
 from pbnn.infer.noise import lane_keys, uniforms
-from pbnn.infer.trajectory import (
-    STATS,
-    UNIFORMS,
-    Density,
-    Lanes,
-    Outcome,
-    Rule,
-    begin,
-    step,
-)
+from pbnn.infer.options import Options
+from pbnn.infer.transition import begin, step
 
-__all__ = ["Engine", "Options", "Ring", "Stepper", "eager", "record"]
+__all__ = ["Engine", "Ring", "Stepper", "eager", "record"]
 
 BLOCK = 32
 """Largest number of leapfrogs between two looks at the lanes."""
@@ -35,76 +27,31 @@ _STEP_SIZE, _DIVERGING, _N_STEPS, _DEPTH = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """How to sample.
-
-    Attributes:
-        warmup: Transitions of the warm-up, which are not kept.
-        draws: Kept draws of each chain.
-        thin: Transitions for each kept draw.
-        target_accept: Acceptance statistic that the warm-up aims at.
-        dense_mass: Whether the mass matrix is dense.
-        pool_mass: Whether chains share their estimate of it.
-        step_size: Step size to begin with; None searches for one. Without warm-up it stays.
-        seed: Seed of the run.
-        rule: What makes a trajectory.
-    """
-
-    warmup: int = 1000
-    draws: int = 1000
-    thin: int = 1
-    target_accept: float = 0.8
-    dense_mass: bool = False
-    pool_mass: bool = False
-    step_size: float | None = None
-    seed: int = 0
-    rule: Rule = Rule()
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        for name, least in (("warmup", 0), ("draws", 1), ("thin", 1)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                raise FitError(f"{name}={value!r}; expected a whole number of at least {least}")
-        if not 0 < self.target_accept < 1:
-            raise FitError(f"target_accept={self.target_accept}; expected a number between 0 and 1")
-        if not 1 <= self.rule.max_tree_depth <= 20:
-            raise FitError(f"max_tree_depth={self.rule.max_tree_depth}; expected 1 to 20")
-        if self.rule.algorithm not in ("nuts", "hmc"):
-            raise FitError(f'algorithm={self.rule.algorithm!r}; expected "nuts" or "hmc"')
-        if self.step_size is not None and not self.step_size > 0:
-            raise FitError(f"step_size={self.step_size}; expected a positive number")
-
-    @property
-    def transitions(self) -> int:
-        """Number of transitions of a chain, warm-up included."""
-        return self.warmup + self.draws * self.thin
-
-
 class Ring(NamedTuple):
     """Transitions that ended since the last look; the last slot takes what nobody wants.
 
     Attributes:
         z: Draws `(lanes, slots, dim)`.
         stats: Statistics `(lanes, slots, len(STATS))`.
-        count: Slots in use, `(lanes,)`.
+        used: Slots in use, `(lanes,)`.
     """
 
     z: Tensor
     stats: Tensor
-    count: Tensor
+    used: Tensor
 
 
-Stepper = Callable[[Lanes, Ring, Tensor], tuple[Lanes, Ring]]
-"""Takes one leapfrog for each row of uniform numbers `(rows, lanes, UNIFORMS)`."""
+Stepper = Callable[[Lanes, Ring, int], tuple[Lanes, Ring]]
+"""Takes a number of leapfrogs; what it was given may be written in place."""
 
 
 def eager(density: Density, rule: Rule) -> Stepper:
     """Return a stepper that runs `step` call by call."""
 
-    def take(lanes: Lanes, ring: Ring, rows: Tensor) -> tuple[Lanes, Ring]:
-        for row in rows:
+    def take(lanes: Lanes, ring: Ring, steps: int) -> tuple[Lanes, Ring]:
+        # Random numbers by the block: their many small calls cost as much for one leapfrog.
+        counter = torch.arange(steps, device=ring.used.device)[:, None] + lanes.leapfrogs
+        for row in uniforms(lanes.keys, counter, UNIFORMS, lanes.z.dtype):
             lanes, outcome = step(lanes, row, density, rule, lazy=True)
             ring = record(ring, outcome)
         return lanes, ring
@@ -114,12 +61,12 @@ def eager(density: Density, rule: Rule) -> Stepper:
 
 def record(ring: Ring, outcome: Outcome) -> Ring:
     """Put the transitions that ended in a step into the ring."""
-    lane = torch.arange(len(ring.count), device=ring.count.device)
-    slot = torch.where(outcome.finished, ring.count, torch.full_like(ring.count, ring.z.shape[1] - 1))
+    lane = torch.arange(len(ring.used), device=ring.used.device)
+    slot = torch.where(outcome.finished, ring.used, torch.full_like(ring.used, ring.z.shape[1] - 1))
     return Ring(
         ring.z.index_put((lane, slot), outcome.z),
         ring.stats.index_put((lane, slot), outcome.stats),
-        ring.count + outcome.finished,
+        ring.used + outcome.finished,
     )
 
 
@@ -147,9 +94,7 @@ class Engine:
             lanes.z.new_zeros(chains, slots + 1, len(STATS)),
             torch.zeros_like(lanes.leaf),
         )
-        self.mass = MassEstimate(
-            chains, dim, dense=options.dense_mass, pool=options.pool_mass
-        )
+        self.mass = MassEstimate(chains, dim, dense=options.dense_mass, pool=options.pool_mass)
         self.store = Store(chains, options.draws, dim, lanes.z.dtype, folder)
         self.lengths = np.zeros((chains, options.transitions), dtype=np.int32)
         self.done = np.zeros(chains, dtype=np.int64)
@@ -216,11 +161,9 @@ class Engine:
 
     def advance(self, take: Stepper) -> None:
         """Take one block of leapfrogs, then keep the draws and turn the corners of the warm-up."""
-        rows = torch.arange(self.ring.z.shape[1] - 1, device=self.ring.count.device)
-        counter = rows[:, None] + self.lanes.leapfrogs
-        noise = uniforms(self.lanes.keys, counter, UNIFORMS, self.lanes.z.dtype)
-        self.lanes, self.ring = take(self.lanes, self.ring, noise)
-        self.calls += len(rows)
+        steps = self.ring.z.shape[1] - 1
+        self.lanes, self.ring = take(self.lanes, self.ring, steps)
+        self.calls += steps
         self._drain()
         for lane in np.flatnonzero(self.done == self.lanes_stop):
             self._turn(int(lane))
@@ -232,12 +175,12 @@ class Engine:
         return self.stops[np.minimum(place, len(self.stops) - 1)]
 
     def _drain(self) -> None:
-        count = self.ring.count.cpu().numpy().copy()
+        count = self.ring.used.cpu().numpy().copy()
         most = int(count.max())
         if most == 0:
             return
         z, stats = self.ring.z[:, :most].cpu(), self.ring.stats[:, :most].cpu()
-        self.ring.count.zero_()
+        self.ring.used.zero_()
         new = np.arange(most) < count[:, None]
         iteration = self.done[:, None] + np.arange(most)
         lane, slot = np.nonzero(new)
@@ -255,9 +198,7 @@ class Engine:
         # Last, so that an interrupt before it leaves a state that counts whole draws only.
         self.done = self.done + count
 
-    def _learn(
-        self, z: Tensor, new: np.ndarray[Any, Any], iteration: np.ndarray[Any, Any]
-    ) -> None:
+    def _learn(self, z: Tensor, new: np.ndarray[Any, Any], iteration: np.ndarray[Any, Any]) -> None:
         if not self.schedule.ends or self.done.min() >= self.schedule.ends[-1]:
             return
         inside = (self.schedule.start <= iteration) & (iteration < self.schedule.ends[-1]) & new
@@ -267,7 +208,7 @@ class Engine:
                 self.mass.add(z[lanes, slot], lanes)
 
     def _turn(self, lane: int) -> None:
-        """Let a paused lane go on behind the end of its window, of its warm-up, or stay at its end."""
+        """Let a paused lane go on behind the end of its window or warm-up; at its end it stays."""
         done, lanes = int(self.done[lane]), self.lanes
         if done == self.options.transitions:
             return

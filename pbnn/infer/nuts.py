@@ -12,12 +12,14 @@ from torch import Tensor
 from pbnn.errors import ConvergenceWarning, FitError, PbnnWarning
 from pbnn.front_door import bind
 from pbnn.infer.checkpoint import digest
+from pbnn.infer.compiled import compiled
 from pbnn.infer.density import Density
-from pbnn.infer.engine import Options
+from pbnn.infer.engine import Engine, Stepper
+from pbnn.infer.lanes import Rule
+from pbnn.infer.options import Options
 from pbnn.infer.posterior import Posterior, provenance
 from pbnn.infer.sampler import SamplerResult, sample
 from pbnn.infer.starts import find_starts
-from pbnn.infer.trajectory import Rule
 from pbnn.model import BoundModel, Data, Model, isolated
 
 __all__ = ["fit_nuts", "verdict"]
@@ -53,8 +55,8 @@ def fit_nuts(
     """Draw from the posterior by NUTS (Hoffman & Gelman 2014; Betancourt 2017).
 
     Multinomial trajectories, the generalised U-turn test with Stan's extra sub-tree checks, Stan's
-    warm-up. Chains advance together, leapfrog by leapfrog, but none waits for another: a chain whose
-    trajectory ends begins the next one at the next leapfrog.
+    warm-up. Chains advance together, leapfrog by leapfrog, but none waits for another: a chain
+    whose trajectory ends begins the next one at the next leapfrog.
 
     Args:
         model: A Pyro model `(x, y=None)`.
@@ -107,11 +109,16 @@ def fit_nuts(
     bound = bind(model, x, y, device=device, dtype=dtype, constants=constants)
     _check_constants(bound, constants)
     density = Density(bound, chains=chains, compile=compile, draws=options.transitions)
+
+    def stepper(engine: Engine) -> Stepper:
+        return compiled(density.graph, density.data_tensors, engine)
+
     with isolated(seed, bound.device), torch.no_grad():
         result = sample(
             density.value_and_grad,
             lambda: find_starts(density, init, model, chains, seed),
             options,
+            stepper=stepper if density.compiled else None,
             checkpoint=checkpoint,
             resume=resume,
             identity=_identity(bound, chains, init) if checkpoint else None,
@@ -166,8 +173,8 @@ def verdict(stats: Mapping[str, Tensor], options: Options) -> list[str]:
     divergences = int(stats["diverging"].sum())
     if divergences:
         messages.append(
-            f"{divergences} of {total} transitions diverged: the draws miss parts of the posterior; "
-            f"raise target_accept (now {options.target_accept}) or write the model non-centred"
+            f"{divergences} of {total} transitions diverged: draws miss parts of the posterior; "
+            f"raise target_accept (now {options.target_accept}), or write the model non-centred"
         )
     saturated = int(stats["reached_max_treedepth"].sum())
     if saturated > 0.01 * total:
@@ -179,8 +186,8 @@ def verdict(stats: Mapping[str, Tensor], options: Options) -> list[str]:
     accept = float(stats["acceptance_rate"].mean())
     if accept < options.target_accept - 0.15:
         messages.append(
-            f"mean acceptance {accept:.2f} is below target_accept={options.target_accept}: the step "
-            f"size is not adapted; give a longer warmup (now {options.warmup})"
+            f"mean acceptance {accept:.2f} is below target_accept={options.target_accept}: the "
+            f"step size is not adapted; give a longer warmup (now {options.warmup})"
         )
     rhat = _split_rhat(stats["lp"])
     if rhat > 1.05:

@@ -5,7 +5,6 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,8 +13,9 @@ from tqdm.auto import tqdm
 
 from pbnn.errors import FileError
 from pbnn.infer.checkpoint import Checkpoint
-from pbnn.infer.engine import Engine, Options, Stepper, eager
-from pbnn.infer.trajectory import STATS, Density
+from pbnn.infer.engine import Engine, Stepper, eager
+from pbnn.infer.lanes import STATS, Density
+from pbnn.infer.options import Options
 
 __all__ = ["SamplerResult", "sample"]
 

@@ -1,0 +1,55 @@
+"""How to sample: the options of NUTS and HMC, checked once."""
+
+from dataclasses import dataclass, field
+
+from pbnn.errors import FitError
+from pbnn.infer.lanes import Rule
+
+__all__ = ["Options"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How to sample.
+
+    Attributes:
+        warmup: Transitions of the warm-up, which are not kept.
+        draws: Kept draws of each chain.
+        thin: Transitions for each kept draw.
+        target_accept: Acceptance statistic that the warm-up aims at.
+        dense_mass: Whether the mass matrix is dense.
+        pool_mass: Whether chains share their estimate of it.
+        step_size: Step size to begin with; None searches for one. Without warm-up it stays.
+        seed: Seed of the run.
+        rule: What makes a trajectory.
+    """
+
+    warmup: int = 1000
+    draws: int = 1000
+    thin: int = 1
+    target_accept: float = 0.8
+    dense_mass: bool = False
+    pool_mass: bool = False
+    step_size: float | None = None
+    seed: int = 0
+    rule: Rule = field(default_factory=Rule)
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        for name, least in (("warmup", 0), ("draws", 1), ("thin", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise FitError(f"{name}={value!r}; expected a whole number of at least {least}")
+        if not 0 < self.target_accept < 1:
+            raise FitError(f"target_accept={self.target_accept}; expected a number between 0 and 1")
+        if not 1 <= self.rule.max_tree_depth <= 20:
+            raise FitError(f"max_tree_depth={self.rule.max_tree_depth}; expected 1 to 20")
+        if self.rule.algorithm not in ("nuts", "hmc"):
+            raise FitError(f'algorithm={self.rule.algorithm!r}; expected "nuts" or "hmc"')
+        if self.step_size is not None and not self.step_size > 0:
+            raise FitError(f"step_size={self.step_size}; expected a positive number")
+
+    @property
+    def transitions(self) -> int:
+        """Number of transitions of a chain, warm-up included."""
+        return self.warmup + self.draws * self.thin
