@@ -27,18 +27,18 @@ class Density:
     """Log joint density of a bound model and its gradient, one lane for each chain.
 
     The density is that of the unconstrained values: each latent site's value passes through the
-    bijection onto its support, and log |det J| is added. The model runs through Python once for each
-    number of chains; what is kept is a flat graph of ATen calls over all chains.
+    bijection onto its support, and log |det J| is added. The model runs through Python once for
+    each number of chains; what is kept is a flat graph of ATen calls over all chains.
 
     Args:
         bound: The model and its data.
         chains: Number of chains to get ready for now; others get ready when they first come.
-        compile: Whether inductor compiles the graph; None decides by a rule of the graph's size, the
-            values in it (rows times units times chains) and the draws, never by a timing.
+        compile: Whether inductor compiles the graph; None decides by a rule of the graph's size,
+            the values in it (rows times units times chains) and the draws, never by a timing.
         draws: Number of draws a chain, warm-up among them, that the rule counts on.
         lanes: Data that differ between chains: "x", "y" (as the model takes them), "constants" or
-            "buffers" (by name), each tensor with one leading axis more than in `bound`. Chain i then
-            has the data of lane i, and there are as many chains as lanes.
+            "buffers" (by name), each tensor with one leading axis more than in `bound`. Chain i
+            then has the data of lane i, and there are as many chains as lanes.
 
     Attributes:
         bound: The model and its data.
@@ -76,17 +76,17 @@ class Density:
         self._functions: dict[int, Callable[..., Any]] = {}
         self._draw_graphs: dict[str, FlatGraph] = {}
         self.slow_because: str | None = None
+        self._must_compile = compile is True
+        self.compiled: bool = bool(compile)
+        self.rule: str = "as asked"
         try:
             graph = self._prepare(chains)
         except Exception as error:
             self._fall_back(error)
-        self._must_compile = compile is True
-        if self.slow_because is not None:
             self.compiled, self.rule = False, f"not compiled: {self.slow_because}"
-        elif compile is not None:
-            self.compiled, self.rule = compile, "as asked"
         else:
-            self.compiled, self.rule = worth_compiling(graph, draws)
+            if compile is None:
+                self.compiled, self.rule = worth_compiling(graph, draws)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -224,8 +224,8 @@ class Density:
         terms = self.site_log_densities(z[todo[0]], todo[0])
         listed = ", ".join(f"{name} {term:.6g}" for name, term in terms.items())
         raise FitError(
-            f"no finite start in {TRIES} draws from the prior; log density by site at the last one: "
-            f"{listed}; pass init= with values"
+            f"no finite start in {TRIES} draws from the prior; log density by site at the last "
+            f"one: {listed}; pass init= with values"
         )
 
     def _check(self, z: Tensor) -> None:
@@ -331,6 +331,8 @@ class Density:
                     with torch.enable_grad():
                         value = self._lane.log_density(leaf, *self._lane_data(first + chain))
                     (grad,) = torch.autograd.grad(value, leaf, materialize_grads=True)
+                except ModelError:
+                    raise
                 except NUMERICAL:
                     continue
                 values[chain], grads[chain] = value.detach(), grad
@@ -389,11 +391,12 @@ def _agree(found: Any, expected: Any, *, exact: bool = False) -> bool:
 
 
 def _where(error: Exception) -> str:
-    """Return the line of the user's code in which an error arose, in words."""
-    ours = tuple(str(Path(m.__file__).parent) for m in (torch, pyro)) + (
-        str(Path(__file__).parents[1]),
-    )
+    """Return the line of the user's code in which an error arose, or the site, in words."""
+    ours = (*torch.__path__, *pyro.__path__, str(Path(__file__).parents[1]), "<")
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith((*ours, "<")):
+        if not frame.filename.startswith(ours):
             return f" ({Path(frame.filename).name}:{frame.lineno}: `{frame.line}`)"
+    for place, _ in traceback.walk_tb(error.__traceback__):
+        if place.f_code.co_name == "log_prob_sum":
+            return f" (the log density of site {place.f_locals.get('name')!r})"
     return ""

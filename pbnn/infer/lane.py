@@ -26,7 +26,11 @@ __all__ = ["NUMERICAL", "TRIES", "Lane", "flat"]
 TRIES = 100
 """Draws from the prior before giving up on a finite one."""
 
-NUMERICAL = (torch.linalg.LinAlgError, ArithmeticError, ValueError)
+NUMERICAL = (
+    torch.linalg.LinAlgError,  # type: ignore[attr-defined]
+    ArithmeticError,
+    ValueError,
+)
 """What a model may raise at an unlucky point."""
 
 _Name = tuple[str, str]
@@ -73,23 +77,25 @@ class Lane:
             checks: Whether distributions check their arguments.
         """
         x, y, state = _nested(dict(zip(self.names, data, strict=True)))
-        model = self.bound.model
-        if state:
-            module = self.bound.model
+        module: Any = self.bound.model
 
-            def model(*args: Any) -> Any:
-                return functional_call(module, state, args)
+        def model(*args: Any) -> Any:
+            return functional_call(module, state, args) if state else module(*args)
 
         latents = Latents(place)
-        with pyro.validation_enabled(checks), latents:
-            return run(model, {}, x, y, fill=self.bound.fill, checks=checks), latents
+        try:
+            with pyro.validation_enabled(checks), latents:
+                return run(model, {}, x, y, fill=self.bound.fill, checks=checks), latents
+        except ModelError as error:  # Pyro has appended the shapes of all sites
+            raise ModelError(str(error).splitlines()[0]) from error.__cause__
 
     def log_density(self, z: Tensor, *data: Tensor) -> Tensor:
         """Return the log joint density with log |det J| at z `(dim,)`."""
         with pyro.validation_enabled(False), LaneSafe():
             trace, latents = self.run(from_flat(self.sites, z), data)
             total = trace.log_prob_sum(site_filter=_counts)
-            return (total + sum(latents.log_jacobian.values())).to(z.dtype)
+            density: Tensor = total + sum(latents.log_jacobian.values())
+            return density.to(z.dtype)
 
     def log_density_alone(self, z: Tensor, *data: Tensor) -> tuple[Tensor]:
         """Return `log_density` as a tuple of one."""
@@ -138,6 +144,8 @@ class Lane:
                 try:
                     trace, latents = self.run(place, self.data, checks=True)
                     value = trace.log_prob_sum()
+                except ModelError:
+                    raise
                 except NUMERICAL as found:
                     error = found
                     continue

@@ -1,7 +1,7 @@
 """Rewrites of a flat graph that keep its value in exact arithmetic and take less time.
 
-What vmap leaves behind is repaired here: work on broadcast values, products that repeat the data for
-each chain, constants that are computed anew at each call.
+What vmap leaves behind is repaired here: work on broadcast values, products that repeat the data
+for each chain, constants that are computed anew at each call.
 """
 
 from collections.abc import Callable, Sequence
@@ -76,9 +76,14 @@ class Rewriter(fx.Interpreter):
             _aten._to_copy.default: self._to_copy,
         }
 
-    def run(self, *inputs: Any) -> Any:
+    def rewrite(self, *inputs: Tensor) -> Any:
         """Run on the inputs without the constants."""
-        return super().run(*inputs, *self._constants.values(), enable_io_processing=False)
+        return self.run(*inputs, *self._constants.values(), enable_io_processing=False)
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node, and remember which."""
+        self._node = n
+        return super().run_node(n)
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Take an input, and remember which are constants."""
@@ -98,7 +103,7 @@ class Rewriter(fx.Interpreter):
         if target in _SAME:
             return args[0]
         if target in _VIEWS:
-            return self._view(args[0], target(*args, **kwargs).shape)
+            return self._view(args[0], self._node.meta["tensor_meta"].shape)
         if target in self._rules:
             return self._rules[target](*args, **kwargs)
         if target is _aten.t.default:
@@ -107,13 +112,19 @@ class Rewriter(fx.Interpreter):
             return self._transpose(*args)
         if torch.Tag.pointwise in getattr(target, "tags", ()):
             return self._pointwise(target, *args, **kwargs)
+        if target is _aten.as_strided.default:
+            # It reads memory as it lay when the graph was traced.
+            strides = self._node.all_input_nodes[0].meta["tensor_meta"].stride
+            held = torch.empty_strided(args[0].shape, strides, dtype=args[0].dtype)
+            return target(held.to(args[0].device).copy_(args[0]), *args[1:], **kwargs)
         return target(*args, **kwargs)
 
     def _constant(self, target: Any, args: Any, kwargs: Any) -> Any:
         with disable_proxy_modes_tracing():
             if target in _FILLS:
                 like = args[0]
-                fill = _FILLS[target] if _FILLS[target] is not None else args[-1]
+                known = _FILLS[target]
+                fill: Any = args[-1] if known is None else known
                 shape = args[1] if "new_" in str(target) else like.shape
                 dtype = kwargs.get("dtype") or like.dtype
                 result = torch.full((), fill, dtype=dtype, device=like.device).expand(shape)
@@ -150,10 +161,7 @@ class Rewriter(fx.Interpreter):
         if turned is not None and not kwargs:
             swapped = self._pointwise(target, *(self._turn(arg, turned) for arg in small))
             return self._spread(self._transpose(swapped, *turned), shape)
-        if not kwargs and len(args) == 2:
-            result = self._binary(target, *args, small)
-        else:
-            result = None
+        result = self._binary(target, *args, small) if not kwargs and len(args) == 2 else None
         if result is None:
             result = target(*small, **kwargs)
         return self._spread(result, shape)
@@ -257,7 +265,8 @@ class Rewriter(fx.Interpreter):
         same = kwargs.get("dtype", value.dtype) == value.dtype
         if same and set(kwargs) <= {"dtype"}:
             return value
-        return _aten._to_copy.default(value, **kwargs)
+        copied: Tensor = _aten._to_copy.default(value, **kwargs)
+        return copied
 
     def _sum(self, value: Tensor, dims: Any, keepdim: bool = False, **kwargs: Any) -> Tensor:
         dims = [dim % value.ndim for dim in dims] if dims else list(range(value.ndim))
@@ -270,7 +279,8 @@ class Rewriter(fx.Interpreter):
         ]
         repeats = prod(value.shape[dim] // small.shape[dim] for dim in dims if small.shape[dim])
         if kwargs or not value.is_floating_point() or value.numel() == 0:
-            return _aten.sum.dim_IntList(value, dims, keepdim, **kwargs)
+            plain: Tensor = _aten.sum.dim_IntList(value, dims, keepdim, **kwargs)
+            return plain
         turned = self._turned([small])
         if all(small.shape[dim] == 1 for dim in dims):
             total = self._view(small, torch.Size(kept))

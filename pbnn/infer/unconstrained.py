@@ -67,17 +67,27 @@ class Latents(Messenger):  # type: ignore[misc]
         if isinstance(fn, _Subsample):
             if fn.subsample_size is not None and fn.subsample_size < fn.size:
                 raise ModelError(
-                    f"plate {name!r} takes {fn.subsample_size} of its {fn.size} rows at random; the "
-                    "density needs all of them: drop `subsample_size`"
+                    f"plate {name!r} takes {fn.subsample_size} of its {fn.size} rows at random; "
+                    "the density needs all of them: drop `subsample_size`"
                 )
         elif not msg["is_observed"]:
-            transform = biject_to(fn.support)
+            transform = _bijection(name, fn)
             unconstrained, value = self.place(name, fn, transform)
             self.unconstrained[name] = unconstrained
             self.values[name] = value
             self.log_jacobian[name] = transform.log_abs_det_jacobian(unconstrained, value).sum()
             msg["value"] = value
             msg["done"] = True
+
+
+def _bijection(name: str, fn: Any) -> Any:
+    try:
+        return biject_to(fn.support)
+    except NotImplementedError as error:
+        raise ModelError(
+            f"site {name!r} has support {fn.support}, which no bijection maps to the real numbers; "
+            "build the value from sites that have one (LKJCholesky and scales for a covariance)"
+        ) from error
 
 
 def layout(latents: Latents) -> tuple[Latent, ...]:
