@@ -169,15 +169,17 @@ def compile_graph(
     Raises:
         FitError: Inductor cannot compile here.
     """
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx_inner
-
-    module = make_fx(function, _decompositions())(*(value.clone() for value in inputs))
-    constants = _lift(module)
-    module.recompile()
     try:
-        with torch.no_grad(), config.patch({**_INDUCTOR, **(options or {})}):
-            compiled: Any = compile_fx_inner(module, [*inputs, *constants])
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # at inductor's own import
+            from torch._inductor import config
+            from torch._inductor.compile_fx import compile_fx_inner
+
+            module = make_fx(function, _decompositions())(*(value.clone() for value in inputs))
+            constants = _lift(module)
+            module.recompile()
+            with config.patch({**_INDUCTOR, **(options or {})}):
+                compiled: Any = compile_fx_inner(module, [*inputs, *constants])
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
         raise FitError(

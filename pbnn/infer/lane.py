@@ -6,6 +6,7 @@ from typing import Any
 import pyro
 import torch
 from pyro import poutine
+from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
 from torch.func import functional_call
 
@@ -177,4 +178,4 @@ def _nested(named: Mapping[_Name, Tensor]) -> tuple[Data, Data, dict[str, Tensor
 
 
 def _counts(_: str, node: Any) -> bool:
-    return not node["infer"].get("_deterministic")
+    return not (node["infer"].get("_deterministic") or isinstance(node["fn"], _Subsample))
