@@ -72,6 +72,7 @@ class Rewriter(fx.Interpreter):
             _aten.bmm.default: self._bmm,
             _aten.div.Tensor: self._div,
             _aten.expand.default: self._expand,
+            _aten.index.Tensor: self._index,
             _aten.sum.dim_IntList: self._sum,
             _aten._to_copy.default: self._to_copy,
         }
@@ -267,6 +268,18 @@ class Rewriter(fx.Interpreter):
             return value
         copied: Tensor = _aten._to_copy.default(value, **kwargs)
         return copied
+
+    def _index(self, value: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
+        """Look a constant mask's places up now: how many there are is unknown to a compiler."""
+        places: list[Tensor | None] = []
+        for index in indices:
+            if index is not None and index.dtype == torch.bool and self._of(index).constant:
+                with disable_proxy_modes_tracing():
+                    places.extend(index.nonzero(as_tuple=True))
+            else:
+                places.append(index)
+        found: Tensor = _aten.index.Tensor(value, places)
+        return found
 
     def _sum(self, value: Tensor, dims: Any, keepdim: bool = False, **kwargs: Any) -> Tensor:
         dims = [dim % value.ndim for dim in dims] if dims else list(range(value.ndim))
