@@ -1,5 +1,6 @@
 """Every road × every guide × every model file keeps the same contract."""
 
+import functools
 import warnings
 from pathlib import Path
 
@@ -32,6 +33,12 @@ def problem(path):
     return model, x, y
 
 
+@functools.cache
+def fitted(path, road, **options):
+    """Return a fit; the tests share those that they only read."""
+    return fit(road, *problem(path), **options)
+
+
 def fit(road, model, x, y, **options):
     with warnings.catch_warnings():
         # Five steps do not converge, and say so.
@@ -40,9 +47,7 @@ def fit(road, model, x, y, **options):
             return pbnn.fit_nuts(
                 model, x, y, chains=2, warmup=5, draws=5, compile=False, progress=False, **options
             )
-        return pbnn.fit_svi(
-            model, x, y, guide=road, steps=5, draws=10, progress=False, **options
-        )
+        return pbnn.fit_svi(model, x, y, guide=road, steps=5, draws=10, progress=False, **options)
 
 
 @pytest.fixture(params=MODELS, ids=lambda path: path.stem)
@@ -89,8 +94,8 @@ def test_road_ends_in_a_posterior_of_the_same_shape(path, road, tmp_path):
 
 
 def test_same_seed_gives_the_same_bits_and_another_seed_does_not(path, road):
-    model, x, y = problem(path)
-    first, again, other = (fit(road, model, x, y, seed=seed) for seed in (3, 3, 4))
+    first, other = fitted(path, road, seed=3), fitted(path, road, seed=4)
+    again = fit(road, *problem(path), seed=3)
     for name in first.draws:
         assert torch.equal(first.draws[name], again.draws[name])
     assert any(not torch.equal(first.draws[name], other.draws[name]) for name in first.draws)
@@ -98,7 +103,8 @@ def test_same_seed_gives_the_same_bits_and_another_seed_does_not(path, road):
 
 def test_export_has_every_group_that_applies(path, road):
     model, x, y = problem(path)
-    data = pbnn.to_inference_data(fit(road, model, x, y), model=model, x=x, y=y, x_new=x[:3])
+    posterior = fitted(path, road, seed=3)
+    data = pbnn.to_inference_data(posterior, model=model, x=x, y=y, x_new=x[:3])
     assert set(groups(data)) >= {
         "posterior",
         "sample_stats",
@@ -112,8 +118,7 @@ def test_export_has_every_group_that_applies(path, road):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_one_dtype_throughout(path, road, dtype):
-    model, x, y = problem(path)
-    posterior = fit(road, model, x, y, dtype=dtype)
+    posterior = fitted(path, road, seed=3, dtype=dtype)
     floating = [*posterior.draws.values(), posterior.stats["lp"]]
     assert {value.dtype for value in floating} == {dtype}
 
