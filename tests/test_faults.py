@@ -12,7 +12,6 @@ from torch import nn
 import pbnn
 from pbnn.errors import ModelError
 
-
 # Runs too short to converge, which say so: what is tested here shows all the same.
 SHORT = pytest.mark.filterwarnings("ignore::pbnn.errors.ConvergenceWarning")
 
