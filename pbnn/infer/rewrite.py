@@ -73,6 +73,7 @@ class Rewriter(fx.Interpreter):
             _aten.div.Tensor: self._div,
             _aten.expand.default: self._expand,
             _aten.index.Tensor: self._index,
+            _aten.mm.default: self._product,
             _aten.sum.dim_IntList: self._sum,
             _aten._to_copy.default: self._to_copy,
         }
@@ -315,19 +316,39 @@ class Rewriter(fx.Interpreter):
         if inner == 1:
             return self._pointwise(_aten.mul.Tensor, a, b)
         shared_a, shared_b = self._shared(a), self._shared(b)
-        if shared_b is not None and (shared_a is None or columns >= rows):
-            product = self._rows(a) @ shared_b
+        if shared_a is not None and shared_b is not None:
+            return self._spread(self._one_product(shared_a, shared_b), (lanes, rows, columns))
+        if shared_b is not None:
+            product = self._product(self._rows(a), shared_b)
             return self._view(product, torch.Size((lanes, rows, columns)))
         if shared_a is not None and rows >= columns:
-            product = self._rows(self._transpose(b, 1, 2)) @ self._transpose(shared_a, 0, 1)
+            turned = self._rows(self._transpose(b, 1, 2))
+            product = self._product(turned, self._transpose(shared_a, 0, 1))
             return self._transpose(self._view(product, torch.Size((lanes, columns, rows))), 1, 2)
         if shared_a is not None:
             product = shared_a @ self._transpose(b, 0, 1).reshape(inner, lanes * columns)
             return self._transpose(self._view(product, torch.Size((rows, lanes, columns))), 0, 1)
         if rows > columns:
             a, b = self._transpose(b, 1, 2), self._transpose(a, 1, 2)
-            return self._transpose(torch.bmm(a, b), 1, 2)
-        return torch.bmm(a, b)
+            return self._transpose(self._product(a, b), 1, 2)
+        return self._product(a, b)
+
+    def _one_product(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return the product of two matrices, `(1, rows, columns)`, its longer side last."""
+        if a.shape[0] > b.shape[1]:
+            turned = self._product(self._transpose(b, 0, 1), self._transpose(a, 0, 1))
+            return self._transpose(self._view(turned, torch.Size((1, *turned.shape))), 1, 2)
+        product = self._product(a, b)
+        return self._view(product, torch.Size((1, *product.shape)))
+
+    def _product(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return a product; two exchanged operands, on which libraries are slow, are put right."""
+        axes = frozenset((a.ndim - 2, a.ndim - 1))
+        held = self._of(a).transposed, self._of(b).transposed
+        if all(before is not None and before[1] == axes for before in held):
+            a, b = self._transpose(b, -2, -1), self._transpose(a, -2, -1)
+            return self._transpose(a @ b, -2, -1)
+        return a @ b
 
     def _rows(self, value: Tensor) -> Tensor:
         """Put the rows of all lanes one below another."""
@@ -336,9 +357,12 @@ class Rewriter(fx.Interpreter):
     def _shared(self, value: Tensor) -> Tensor | None:
         """Return the matrix that all lanes share, if they do."""
         small = self._before(value)
-        if small.shape[0] == 1 and small.shape[1:] == value.shape[1:]:
-            return self._view(small, value.shape[1:])
-        return None
+        if small.shape[0] != 1 or small.shape[1:] != value.shape[1:]:
+            return None
+        before = self._of(small).transposed
+        if before is not None and before[1] == frozenset((1, 2)):
+            return self._transpose(self._view(before[0], before[0].shape[1:]), 0, 1)
+        return self._view(small, value.shape[1:])
 
 
 def share(graph: fx.Graph) -> None:
