@@ -9,6 +9,7 @@ from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from pbnn.checks import unwrapped
 from pbnn.errors import ModelError
 from pbnn.infer.guides import approximation
 from pbnn.model import BoundModel, Data, run, sample_nodes
@@ -104,8 +105,8 @@ class Elbo:
         for name, node in sample_nodes(trace):
             if not getattr(node["fn"], "has_rsample", True):
                 raise ModelError(
-                    f"the guide draws site {name!r} from {type(node['fn']).__name__}, which is not "
-                    "reparameterised; use a distribution with rsample"
+                    f"the guide draws site {name!r} from {type(unwrapped(node['fn'])).__name__}, "
+                    "which is not reparameterised; use a distribution with rsample"
                 )
             if name not in latent and not node["infer"].get("is_auxiliary"):
                 raise ModelError(
