@@ -151,7 +151,8 @@ def _gauss_mix(data: Mapping[str, Any]) -> tuple[Any, ...]:
         sigma = z["sigma"].exp()
         theta, jacobian = _unit(z["theta"])
         rows = torch.logaddexp(
-            theta.log() + _normal(y, mu[0], sigma[0]), (1 - theta).log() + _normal(y, mu[1], sigma[1])
+            theta.log() + _normal(y, mu[0], sigma[0]),
+            (1 - theta).log() + _normal(y, mu[1], sigma[1]),
         )
         return (
             _normal(mu, 0, 2).sum()
@@ -178,9 +179,7 @@ def _gauss_mix(data: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def _ar(data: Mapping[str, Any]) -> tuple[Any, ...]:
     series, order = data["y"], data["K"]
-    lags = torch.stack(
-        [series[order - k : len(series) - k] for k in range(1, order + 1)], dim=1
-    )
+    lags = torch.stack([series[order - k : len(series) - k] for k in range(1, order + 1)], dim=1)
     y = series[order:]
 
     def model(x: Tensor, y: Tensor | None = None) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.utils.weak import WeakTensorKeyDictionary
 
 __all__ = ["Rewriter", "share"]
 
@@ -39,9 +40,8 @@ _LARGEST = 1_000_000  # values above which a constant is not looked at
 
 @dataclass
 class _Facts:
-    """What is known of a value; holds the value too, so that its id stays its own."""
+    """What is known of a value."""
 
-    value: Tensor
     constant: bool = False
     small: Tensor | None = None  # what was broadcast to it
     origin: Tensor | None = None  # what it is a view of, in the same order
@@ -63,11 +63,11 @@ class Rewriter(fx.Interpreter):
     """
 
     def __init__(self, module: fx.GraphModule, constants: Sequence[Tensor]) -> None:
-        super().__init__(module, garbage_collect_values=False)
+        super().__init__(module)
         places = [node for node in module.graph.nodes if node.op == "placeholder"]
         self._inputs = len(places) - len(constants)
         self._constants = dict(zip(places[self._inputs :], constants, strict=True))
-        self._facts: dict[int, _Facts] = {}
+        self._facts: Any = WeakTensorKeyDictionary()
         self._rules: dict[Any, Callable[..., Any]] = {
             _aten.bmm.default: self._bmm,
             _aten.div.Tensor: self._div,
@@ -95,7 +95,10 @@ class Rewriter(fx.Interpreter):
         return value
 
     def _of(self, value: Tensor) -> _Facts:
-        return self._facts.setdefault(id(value), _Facts(value))
+        facts: _Facts | None = self._facts.get(value)
+        if facts is None:
+            facts = self._facts[value] = _Facts()
+        return facts
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Do one call in its new way."""
