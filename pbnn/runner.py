@@ -75,7 +75,9 @@ class Runner:
         self.fill: Mapping[str, Tensor] = {}
         trace = self._prior_run(slice(0, 2), dtype)
         self._check_sites(trace)
-        if y is not None and self.rows:
+        if not self.rows:
+            self.y = None  # what stands in for no rows need not be a legal y
+        elif y is not None:
             with isolated(0, self.device):
                 self.y, self.fill = observations(
                     self.model, self.x, self.y, trace, self.device, dtype
