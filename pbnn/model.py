@@ -256,7 +256,7 @@ def run(
     Returns:
         Pyro's trace; f(x) is `trace.nodes["_RETURN"]["value"]`.
     """
-    with _Given(values, fill or {}, checks=checks):
+    with pyro.validation_enabled(checks), _Given(values, fill or {}, checks=checks):
         tracer = poutine.trace(model)
         return tracer.get_trace(x) if y is None else tracer.get_trace(x, y)
 
