@@ -276,7 +276,7 @@ def log_likelihood(
     runner = Runner(model, posterior, x, device, y)
 
     def score(trace: poutine.Trace) -> dict[str, Tensor]:
-        trace.compute_log_prob()
+        trace.compute_log_prob(site_filter=lambda name, _: name in runner.observed)
         total: Tensor = sum(_by_row(trace.nodes[name]) for name in runner.observed)  # type: ignore[assignment]
         return {"log_likelihood": total}
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import pyro
 import torch
 from pyro import poutine
 from torch import Tensor
@@ -187,7 +188,9 @@ class Runner:
         size = max(1, BLOCK_VALUES // ((rows.stop - rows.start) * self.width + held))
 
         def one(values: dict[str, Tensor]) -> dict[str, Tensor]:
-            return read(run(self.model, values, x, y, fill=self.fill))
+            # Pyro's own checks read values, which cannot be mapped.
+            with pyro.validation_enabled(False):
+                return read(run(self.model, values, x, y, fill=self.fill))
 
         for start in range(0, count, size):
             block = {

@@ -22,6 +22,7 @@ from pbnn import log_likelihood, predict, predictive, runner
 from pbnn.data import Units
 from pbnn.errors import DataError, ModelError
 from pbnn.infer.posterior import Posterior
+from pbnn.model import run
 from pbnn.prediction import function_draws
 from pbnn.runner import Runner
 
@@ -123,6 +124,16 @@ def test_nothing_of_the_caller_changes(drawn, toy, unchanged):
         predict(model, drawn, x)
         predictive(model, drawn, x)
         log_likelihood(model, drawn, x, y)
+
+
+def test_draws_are_mapped_not_looped_over(drawn, toy, monkeypatch):
+    x, y = toy
+    runs = []
+    monkeypatch.setattr(runner, "run", lambda *a, **k: runs.append(1) or run(*a, **k))
+    for call in (predict, predictive, function_draws):
+        call(Toy(), drawn, x)
+    log_likelihood(Toy(), drawn, x, y)
+    assert len(runs) < 40  # the number of draws; a few runs look at the model first
 
 
 class Branching(Toy):
