@@ -41,7 +41,9 @@ def test_normals_and_uniforms_have_their_laws():
     assert u.min() >= 0
     assert u.max() < 1
     assert stats.kstest(u.double().flatten().numpy(), "uniform").pvalue > 0.001
-    series = torch.cat([normals(keys[:1], torch.tensor([k]), 2, torch.float64) for k in range(2000)])
+    series = torch.cat(
+        [normals(keys[:1], torch.tensor([k]), 2, torch.float64) for k in range(2000)]
+    )
     # Correlation of neighbours, within 4 of its standard errors 1/√2000.
     assert abs(float((series[1:, 0] * series[:-1, 0]).mean())) < 4 / 2000**0.5
     assert abs(float((series[:, 0] * series[:, 1]).mean())) < 4 / 2000**0.5

@@ -38,7 +38,7 @@ def transitions(lanes, density, rule, count):
     while not lanes.paused.all():
         lanes, outcome = advance(lanes, density, rule)
         for i in range(len(fresh)):
-            if outcome.finished[i]:
+            if outcome is not None and outcome.finished[i]:
                 row = outcome.stats[i]
                 found.append((*fresh[i], int(row[DEPTH]), int(row[N_STEPS])))
                 fresh[i] = (lanes.z[i].clone(), lanes.r[i].clone(), [1])

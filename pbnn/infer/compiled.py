@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch import Tensor
 
 from pbnn.infer.engine import Engine, Ring, Stepper, record
+from pbnn.infer.graph import compile_graph
 from pbnn.infer.lanes import UNIFORMS, Lanes
 from pbnn.infer.noise import uniforms
 from pbnn.infer.transition import step
@@ -15,10 +15,7 @@ from pbnn.infer.transition import step
 __all__ = ["compiled"]
 
 _FIELDS = len(Lanes._fields)
-
-# Inductor repeats cheap arithmetic wherever it is read; masks that every field of the lanes reads
-# are kept instead, which halves the generated code.
-_OPTIONS = {"realize_opcount_threshold": 8}
+_STATE = _FIELDS + len(Ring._fields)
 
 
 def compiled(
@@ -29,27 +26,29 @@ def compiled(
     Args:
         graph: Pure function of positions and data; returns log density and gradient.
         data: Its further arguments.
-        engine: The engine, whose tensors the compiled function then owns and writes.
+        engine: The engine, whose tensors the compiled function then writes in place.
 
     Returns:
-        A stepper that returns the tensors it was given, updated.
+        A stepper that returns the tensors of the engine, updated.
+
+    Raises:
+        FitError: Inductor cannot compile here.
     """
     rule = engine.options.rule
 
     def update(*inputs: Tensor) -> tuple[()]:
-        state, held = inputs[: _FIELDS + len(Ring._fields)], inputs[_FIELDS + len(Ring._fields) :]
+        state, held = inputs[:_STATE], inputs[_STATE:]
         lanes, ring = Lanes(*state[:_FIELDS]), Ring(*state[_FIELDS:])
         noise = uniforms(lanes.keys, lanes.leapfrogs, UNIFORMS, lanes.z.dtype)
         new, outcome = step(lanes, noise, lambda z: graph(z, *held), rule)
+        assert outcome is not None
         for old, value in zip(state, (*new, *record(ring, outcome)), strict=True):
             if value is not old:
                 old.copy_(value)
         return ()
 
     inputs = (*engine.lanes, *engine.ring, *data)
-    traced: fx.GraphModule = make_fx(update)(*(value.clone() for value in inputs))
-    run: Callable[..., Any] = torch._inductor.compile(traced, list(inputs), options=_OPTIONS)
-
+    run = compile_graph(update, inputs)
     if inputs[0].is_cuda:
         return _recorded(run, inputs)
 
@@ -66,8 +65,10 @@ def _recorded(run: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Stepper:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        # Kernels are built at their first call, which no recording may see; its writes are lost.
-        run(*(value.clone() for value in inputs))
+        # Kernels are loaded at their first calls, which no recording may see; their writes are lost.
+        copies = tuple(value.clone() for value in inputs)
+        for _ in range(3):
+            run(*copies)
     torch.cuda.current_stream().wait_stream(side)
     graphs: dict[int, torch.cuda.CUDAGraph] = {}
 

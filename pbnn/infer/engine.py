@@ -53,7 +53,7 @@ def eager(density: Density, rule: Rule) -> Stepper:
         counter = torch.arange(steps, device=ring.used.device)[:, None] + lanes.leapfrogs
         for row in uniforms(lanes.keys, counter, UNIFORMS, lanes.z.dtype):
             lanes, outcome = step(lanes, row, density, rule, lazy=True)
-            ring = record(ring, outcome)
+            ring = ring if outcome is None else record(ring, outcome)
         return lanes, ring
 
     return take
@@ -88,6 +88,7 @@ class Engine:
         self.schedule = warmup_schedule(options.warmup)
         stops = (*self.schedule.ends, options.warmup, options.transitions)
         self.stops = np.array(sorted({stop for stop in stops if stop > 0}))
+        self.stop = lanes.stop.cpu().numpy().copy()
         slots = max(1, min(BLOCK, _RING_VALUES // (chains * dim)))
         self.ring = Ring(
             lanes.z.new_zeros(chains, slots + 1, dim),
@@ -147,6 +148,7 @@ class Engine:
         lanes.adapting.fill_(options.warmup > 0)
         engine = cls(options, lanes, folder)
         lanes.stop.fill_(int(engine.stops[0]))
+        engine.stop[:] = engine.stops[0]
         return engine
 
     @property
@@ -165,14 +167,8 @@ class Engine:
         self.lanes, self.ring = take(self.lanes, self.ring, steps)
         self.calls += steps
         self._drain()
-        for lane in np.flatnonzero(self.done == self.lanes_stop):
+        for lane in np.flatnonzero(self.done == self.stop):
             self._turn(int(lane))
-
-    @property
-    def lanes_stop(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Transition at which each lane pauses next, or has paused."""
-        place = np.searchsorted(self.stops, self.done)
-        return self.stops[np.minimum(place, len(self.stops) - 1)]
 
     def _drain(self) -> None:
         count = self.ring.used.cpu().numpy().copy()
@@ -220,7 +216,7 @@ class Engine:
         if done == self.options.warmup:
             lanes.step_size[lane] = lanes.average_mean[lane].exp()
             lanes.adapting[lane] = False
-        lanes.stop[lane] = int(self.stops[self.stops > done][0])
+        self.stop[lane] = lanes.stop[lane] = int(self.stops[self.stops > done][0])
         lanes.paused[lane] = False
 
     def summary(self) -> dict[str, str]:

@@ -46,6 +46,8 @@ class Options:
             raise FitError(f"max_tree_depth={self.rule.max_tree_depth}; expected 1 to 20")
         if self.rule.algorithm not in ("nuts", "hmc"):
             raise FitError(f'algorithm={self.rule.algorithm!r}; expected "nuts" or "hmc"')
+        if not self.rule.path_length > 0:
+            raise FitError(f"path_length={self.rule.path_length}; expected a positive length")
         if self.step_size is not None and not self.step_size > 0:
             raise FitError(f"step_size={self.step_size}; expected a positive number")
 

@@ -131,6 +131,8 @@ def _result(engine: Engine, interrupted: bool) -> SamplerResult:
     stats = {name: engine.store.stats[:, :kept, i] for i, name in enumerate(STATS)}
     stats |= {name: stats[name] > 0 for name in _BOOLEAN}
     stats |= {name: stats[name].long() for name in _WHOLE}
+    if engine.options.rule.algorithm != "nuts":
+        del stats["tree_depth"]
     return SamplerResult(
         draws=engine.store.draws[:, :kept],
         stats=stats,

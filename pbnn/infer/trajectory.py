@@ -5,6 +5,7 @@ Stan's, so that its law is N(0, 1), the kinetic energy is half its square, and t
 the U-turn test are plain dot products.
 """
 
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -153,16 +154,12 @@ def _check_turns(lanes: Lanes, leaf: Leaf) -> tuple[Lanes, Tensor, Tensor]:
     whole = rho - first_rho
     left = middle_rho + middle_r - first_rho
     right = rho - middle_rho + last_r
-    turns = torch.zeros_like(levels[None] > index)
-    for total, one, other in (
-        (whole, first_r, r),
-        (left, first_r, middle_r),
-        (right, last_r, r),
-    ):
-        turns = turns | ((total * one).sum(-1) <= 0) | ((total * other).sum(-1) <= 0)
+    ends = ((whole, first_r, r), (left, first_r, middle_r), (right, last_r, r))
+    products = [(total * end).sum(-1) for total, *both in ends for end in both]
+    turns = reduce(torch.minimum, products) <= 0
     closes = ((index + 1) & ((1 << levels) - 1) == 0) & (levels <= depth)
     top = (levels == depth + 1) & (index + 1 == (1 << depth))
-    halfway = (index + 1) & ((1 << levels) - 1) == (1 << (levels - 1))
+    halfway = (index + 1) & ((1 << levels) - 1) == (1 << levels) // 2
     lanes = lanes._replace(
         rho=rho[:, 0],
         start_r=start_r,

@@ -77,7 +77,7 @@ def step(
     rule: Rule,
     *,
     lazy: bool = False,
-) -> tuple[Lanes, Outcome]:
+) -> tuple[Lanes, Outcome | None]:
     """Make one leapfrog in every lane, with all that follows from it.
 
     Args:
@@ -85,25 +85,32 @@ def step(
         uniforms: Uniform numbers `(lanes, UNIFORMS)`, row `leapfrogs` of each lane.
         density: Log density and gradient.
         rule: What makes a trajectory.
-        lazy: Draw momenta only where some lane needs one: cheaper, but it reads values, so that the
+        lazy: Leave out what changes no lane: many calls less, but it reads values, so that the
             step cannot be traced.
 
     Returns:
-        The new state, and what the transitions that ended leave behind.
+        The new state, and what the transitions that ended leave behind (None if `lazy` and none
+        ended).
     """
+
+    def some(mask: Tensor) -> bool:
+        return not lazy or bool(mask.any())
+
     leaf = leapfrog(lanes, density)
     extend = extend_tree if rule.algorithm == "nuts" else extend_path
     sampling = ~(lanes.searching | lanes.paused)
     tree = extend(lanes, leaf, uniforms, sampling, rule)
     finished = tree.ended & sampling
-    outcome = _outcome(tree, finished)
     fresh = tree.ended | ~sampling
-    state = _adapt(tree.lanes, leaf, finished, outcome)
-    state = _count(lanes, state, fresh, finished)
-    momentum = state.r
-    if not lazy or bool(fresh.any()):
-        momentum = normals(state.keys, state.momenta, leaf.z.shape[1], leaf.z.dtype)
     grown = tree.merged & ~fresh
+    outcome = _outcome(tree, finished) if some(finished) else None
+    state = _adapt(tree.lanes, leaf, finished) if some(finished | ~sampling) else tree.lanes
+    state = _count(lanes, state, fresh, finished)
+    if not some(fresh | grown):
+        return state._replace(leaf=lanes.leaf + 1), outcome
+    momentum = state.r
+    if some(fresh):
+        momentum = normals(state.keys, state.momenta, leaf.z.shape[1], leaf.z.dtype)
     turned = grown & ((uniforms[:, 2] < 0.5) != (lanes.direction > 0))
     return _renew(state, fresh, grown, turned, momentum, rule), outcome
 
@@ -125,11 +132,10 @@ def _outcome(tree: Tree, finished: Tensor) -> Outcome:
     return Outcome(finished, lanes.sample_z, row)
 
 
-def _adapt(lanes: Lanes, leaf: Leaf, finished: Tensor, outcome: Outcome) -> Lanes:
+def _adapt(lanes: Lanes, leaf: Leaf, finished: Tensor) -> Lanes:
     """Give each lane the step size of its next leapfrog or trajectory."""
-    accept = outcome.stats[:, STATS.index("acceptance_rate")]
     log_step, count, error, mean = average_step_size(
-        accept,
+        lanes.accept_sum / lanes.n_steps,
         lanes.target_accept,
         lanes.average_center,
         lanes.average_count,
