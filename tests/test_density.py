@@ -164,6 +164,29 @@ def test_flat_priors_add_the_jacobian_only():
     assert density.initial_prior(2, 0).abs().max() <= 2
 
 
+def test_priors_that_check_their_arguments_and_mixtures_are_mapped_too():
+    """A spike-and-slab prior built with checks on: its parts keep theirs, whatever is off."""
+    parts = dist.Categorical(torch.tensor([0.25, 0.75]).double(), validate_args=True)
+    scales = torch.tensor([1.0, 0.1]).double()
+    kinds = dist.Normal(torch.zeros(2).double(), scales, validate_args=True)
+    prior = dist.MixtureSameFamily(parts, kinds, validate_args=True).expand([3]).to_event(1)
+
+    def model(x, y=None):
+        w = pyro.sample("w", prior)
+        with pyro.plate("data", x.shape[0]):
+            pyro.sample("y", dist.Normal(x @ w, 0.5), obs=y)
+        return x @ w
+
+    x, y = _rows()
+    density = Density(bind(model, x, y, dtype=torch.float64), chains=2)
+    assert density.slow_because is None
+    z = torch.randn(2, 3, dtype=torch.float64)
+    slab, spike = (dist.Normal(z.new_tensor(0.0), s).log_prob(z) for s in (1.0, 0.1))
+    both = torch.logaddexp(slab + math.log(0.25), spike + math.log(0.75)).sum(1)
+    expected = both + dist.Normal(z @ x.T, 0.5).log_prob(y).sum(1)
+    torch.testing.assert_close(density.value_and_grad(z)[0], expected, rtol=1e-7, atol=1e-7)
+
+
 def test_deterministic_sites_and_values_have_the_shape_of_the_draws():
     x, y = _rows()
     density = Density(_bound(hierarchical, x, y))

@@ -20,8 +20,6 @@ from pbnn.model import BoundModel, Data, isolated
 
 __all__ = ["Density"]
 
-_BLOCK = 256  # draws mapped at once where any number may come; fixed, so that memory is bounded
-
 
 class Density:
     """Log joint density of a bound model and its gradient, one lane for each chain.
@@ -74,7 +72,6 @@ class Density:
             chains = self._set_lanes(lanes)
         self._graphs: dict[int, FlatGraph] = {}
         self._functions: dict[int, Callable[..., Any]] = {}
-        self._draw_graphs: dict[str, FlatGraph] = {}
         self.slow_because: str | None = None
         self._must_compile = compile is True
         self.compiled: bool = bool(compile)
@@ -297,12 +294,13 @@ class Density:
             except FitError as error:
                 if self._must_compile:
                     raise
+                self.compiled, self.rule = False, f"not compiled: {error}"
                 warnings.warn(f"{error}; going on uncompiled", PbnnWarning, stacklevel=3)
         return CudaGraph.of(function, inputs) if z.is_cuda else function
 
     def _fall_back(self, error: Exception) -> None:
         """Choose the slower path, and say what in the model asks for it."""
-        if isinstance(error, torch.OutOfMemoryError):
+        if isinstance(error, MemoryError | torch.OutOfMemoryError):
             raise error
         where, reason = _where(error), str(error).strip().splitlines()[0]
         z = self._lane.start[None]
@@ -356,27 +354,18 @@ class Density:
         rows = [value.reshape(lanes, -1, *value.shape[len(lead) :]) for value in inputs]
         with isolated(0, self.device), torch.no_grad():
             parts = [
-                self._over_lane(function, [value[lane] for value in rows], self._lane_data(lane))
+                self._lane.over_draws(
+                    function,
+                    [value[lane] for value in rows],
+                    self._lane_data(lane),
+                    traced=self.slow_because is None,
+                )
                 for lane in range(lanes)
             ]
         return tuple(
             torch.cat(outputs).reshape(*lead, *outputs[0].shape[1:])
             for outputs in zip(*parts, strict=True)
         )
-
-    def _over_lane(
-        self, function: Callable[..., Any], inputs: list[Tensor], data: tuple[Tensor, ...]
-    ) -> tuple[Tensor, ...]:
-        if self.slow_because is not None:
-            draws = [function(*draw, *data) for draw in zip(*inputs, strict=True)]
-            return tuple(torch.stack(outputs) for outputs in zip(*draws, strict=True))
-        graph = self._draw_graphs.get(function.__name__)
-        if graph is None:
-            graph = trace(function, [value[0] for value in inputs] + list(data))
-            self._draw_graphs[function.__name__] = graph
-        dims = (*(0 for _ in inputs), *(None for _ in data))
-        outputs: tuple[Tensor, ...] = vmap(graph, dims, chunk_size=_BLOCK)(*inputs, *data)
-        return outputs
 
 
 def _agree(found: Any, expected: Any, *, exact: bool = False) -> bool:

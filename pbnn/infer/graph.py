@@ -110,8 +110,13 @@ class FlatGraph:
     def values(self) -> int:
         """Number of values that the calls write; views write none."""
         calls = (node for node in self.module.graph.nodes if node.op == "call_function")
-        made = (n.meta.get("tensor_meta") for n in calls if not getattr(n.target, "is_view", True))
+        made = (node.meta.get("tensor_meta") for node in calls if not _is_view(node.target))
         return sum(meta.shape.numel() for meta in made if hasattr(meta, "shape"))
+
+
+def _is_view(target: Any) -> bool:
+    schema = getattr(target, "_schema", None)
+    return schema is None or any(result.alias_info is not None for result in schema.returns)
 
 
 def trace(function: Callable[..., Any], inputs: Sequence[Tensor]) -> FlatGraph:

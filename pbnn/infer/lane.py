@@ -1,6 +1,6 @@
 """What one lane computes: a bound model as pure functions of tensors."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pyro
@@ -8,10 +8,10 @@ import torch
 from pyro import poutine
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
-from torch.func import functional_call
+from torch.func import functional_call, vmap
 
 from pbnn.errors import ModelError
-from pbnn.infer.graph import LaneSafe
+from pbnn.infer.graph import FlatGraph, LaneSafe, trace
 from pbnn.infer.unconstrained import (
     Latents,
     Place,
@@ -26,6 +26,8 @@ __all__ = ["NUMERICAL", "TRIES", "Lane", "flat"]
 
 TRIES = 100
 """Draws from the prior before giving up on a finite one."""
+
+_BLOCK = 256  # draws mapped at once where any number may come; fixed, so that memory is bounded
 
 NUMERICAL = (
     torch.linalg.LinAlgError,  # type: ignore[attr-defined]
@@ -59,11 +61,12 @@ class Lane:
         named = flat(bound.x, bound.y, bound.constants() | bound.buffers())
         self.names = tuple(named)
         self.data = tuple(named.values())
-        self.start, latents, trace = self._first_run()
+        self._graphs: dict[str, FlatGraph] = {}
+        self.start, latents, first = self._first_run()
         self.sites = layout(latents)
         self.deterministic = tuple(
             name
-            for name, node in trace.nodes.items()
+            for name, node in first.nodes.items()
             if node["type"] == "sample" and node["infer"].get("_deterministic")
         )
 
@@ -93,8 +96,8 @@ class Lane:
     def log_density(self, z: Tensor, *data: Tensor) -> Tensor:
         """Return the log joint density with log |det J| at z `(dim,)`."""
         with pyro.validation_enabled(False), LaneSafe():
-            trace, latents = self.run(from_flat(self.sites, z), data)
-            total = trace.log_prob_sum(site_filter=_counts)
+            tracer, latents = self.run(from_flat(self.sites, z), data)
+            total = tracer.log_prob_sum(site_filter=_counts)
             density: Tensor = total + sum(latents.log_jacobian.values())
             return density.to(z.dtype)
 
@@ -128,13 +131,43 @@ class Lane:
     def by_site(self, z: Tensor, data: tuple[Tensor, ...]) -> dict[str, float]:
         """Return the log density by site; a latent site's has its log |det J|."""
         with torch.no_grad(), pyro.validation_enabled(False), LaneSafe():
-            trace, latents = self.run(from_flat(self.sites, z), data)
-            trace.compute_log_prob(site_filter=_counts)
+            tracer, latents = self.run(from_flat(self.sites, z), data)
+            tracer.compute_log_prob(site_filter=_counts)
         return {
             name: float(node["log_prob_sum"] + latents.log_jacobian.get(name, 0.0))
-            for name, node in trace.nodes.items()
+            for name, node in tracer.nodes.items()
             if node["type"] == "sample" and "log_prob_sum" in node
         }
+
+    def over_draws(
+        self,
+        function: Callable[..., Any],
+        inputs: Sequence[Tensor],
+        data: tuple[Tensor, ...],
+        *,
+        traced: bool,
+    ) -> tuple[Tensor, ...]:
+        """Apply one of the functions above to draws.
+
+        Args:
+            function: Takes one draw's inputs and then the data.
+            inputs: Each `(draws, *event)`.
+            data: In the order of `names`.
+            traced: Whether the model can be traced; if not, draws run through Python one by one.
+
+        Returns:
+            Each `(draws, *event)`.
+        """
+        if not traced:
+            draws = [function(*draw, *data) for draw in zip(*inputs, strict=True)]
+            return tuple(torch.stack(outputs) for outputs in zip(*draws, strict=True))
+        graph = self._graphs.get(function.__name__)
+        if graph is None:
+            graph = trace(function, [*(value[0] for value in inputs), *data])
+            self._graphs[function.__name__] = graph
+        dims = (*(0 for _ in inputs), *(None for _ in data))
+        outputs: tuple[Tensor, ...] = vmap(graph, dims, chunk_size=_BLOCK)(*inputs, *data)
+        return outputs
 
     def _first_run(self) -> tuple[Tensor, Latents, poutine.Trace]:
         """Run with all argument checks on, at draws from the prior until one has finite density."""
@@ -143,8 +176,8 @@ class Lane:
         with isolated(0, self.bound.device), torch.no_grad(), LaneSafe():
             for _ in range(TRIES):
                 try:
-                    trace, latents = self.run(place, self.data, checks=True)
-                    value = trace.log_prob_sum()
+                    tracer, latents = self.run(place, self.data, checks=True)
+                    value = tracer.log_prob_sum()
                 except ModelError:
                     raise
                 except NUMERICAL as found:
@@ -152,7 +185,7 @@ class Lane:
                     continue
                 z = latents.flat()
                 if value.isfinite() and z.isfinite().all():
-                    return z, latents, trace
+                    return z, latents, tracer
         reason = f"{type(error).__name__}: {error}" if error else "its log density is not finite"
         raise ModelError(f"the model fails at {TRIES} draws from its prior ({reason})") from error
 

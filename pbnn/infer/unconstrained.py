@@ -9,6 +9,7 @@ from pyro.distributions.transforms import biject_to
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
+from torch.distributions import constraints
 
 from pbnn.errors import ModelError
 
@@ -17,6 +18,16 @@ __all__ = ["Latent", "Latents", "Place", "from_flat", "from_prior", "from_values
 T = TypeVar("T")
 # By name, distribution and bijection (unconstrained to support): the site's (unconstrained, value).
 Place = Callable[[str, Any, Any], tuple[Tensor, Tensor]]
+
+
+def _register() -> None:
+    """Give mixtures (a spike-and-slab prior, say) the bijection of their components' support."""
+    mixture = getattr(constraints, "MixtureSameFamilyConstraint", None)
+    if mixture is not None:
+        biject_to.register(mixture, lambda support: biject_to(support.base_constraint))
+
+
+_register()
 
 
 @dataclass(frozen=True)
