@@ -4,7 +4,11 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from model_cases import set_priors
 from pyro.infer.mcmc.util import initialize_model
+from pyro.nn import PyroModule
+from pyro.nn.module import to_pyro_module_
+from torch import nn
 from torch.nn import functional
 
 from pbnn.errors import ModelError, PbnnWarning
@@ -162,3 +166,62 @@ def test_a_support_without_a_bijection_is_refused():
 
     with pytest.raises(ModelError, match=r"site 'direction' has support .* no bijection"):
         Density(bind(model, X, Y, dtype=torch.float64))
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gru = nn.GRU(2, 4, batch_first=True)
+
+    def forward(self, x):
+        return self.gru(x.reshape(-1, 3, 2))[0][:, -1].sum(-1)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lift = nn.Linear(2, 4)
+        self.layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+
+    def forward(self, x):
+        return self.layer(self.lift(x.reshape(-1, 3, 2)))[:, 0, 0]
+
+
+class Convolution(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv1d(2, 4, 2), nn.BatchNorm1d(4), nn.GELU(), nn.MaxPool1d(2), nn.Flatten()
+        )
+        self.last = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.last(self.body(x.reshape(-1, 2, 3))).squeeze(-1)
+
+
+@pytest.mark.parametrize("body", [Recurrent, Attention, Convolution])
+def test_layers_that_vmap_knows_only_in_parts_are_mapped(body):
+    network = body()
+    to_pyro_module_(network)
+    for layer in network.modules():
+        set_priors(layer, 0.5)
+
+    class Model(PyroModule):
+        def __init__(self):
+            super().__init__()
+            self.network = network
+
+        def forward(self, x, y=None):
+            f = self.network(x)
+            with pyro.plate("data", x.shape[0]):
+                pyro.sample("y", dist.Normal(f, 0.5), obs=y)
+            return f
+
+    x = torch.randn(6, 6, dtype=torch.float64)
+    density = Density(bind(Model(), x, Y, dtype=torch.float64), chains=2)
+    assert density.slow_because is None
+    z = density.initial_prior(2, 0)
+    value, grad = density.value_and_grad(z)
+    assert all((grad[:, site.slice] != 0).any() for site in density.sites)
+    by_site = [sum(density.site_log_densities(point).values()) for point in z]
+    torch.testing.assert_close(value, torch.tensor(by_site, dtype=torch.float64), rtol=1e-9, atol=1e-9)
