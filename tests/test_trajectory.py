@@ -31,7 +31,7 @@ def advance(lanes, density, rule):
 
 
 def transitions(lanes, density, rule, count):
-    """Run each lane for a number of transitions; return them as (z, r, directions, depth, steps)."""
+    """Run some transitions of each lane; return (z, r, directions, depth, steps) of each."""
     lanes = lanes._replace(stop=lanes.stop + count)
     fresh = [(z.clone(), r.clone(), [1]) for z, r in zip(lanes.z, lanes.r, strict=True)]
     found = []

@@ -12,13 +12,13 @@ from pbnn.infer.lanes import UNIFORMS, Lanes
 from pbnn.infer.noise import uniforms
 from pbnn.infer.transition import step
 
-__all__ = ["compiled"]
+__all__ = ["compile_step"]
 
 _FIELDS = len(Lanes._fields)
 _STATE = _FIELDS + len(Ring._fields)
 
 
-def compiled(
+def compile_step(
     graph: Callable[..., tuple[Tensor, Tensor]], data: Sequence[Tensor], engine: Engine
 ) -> Stepper:
     """Compile the density together with the tree, for the shapes of an engine's state.
@@ -65,7 +65,7 @@ def _recorded(run: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Stepper:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        # Kernels are loaded at their first calls, which no recording may see; their writes are lost.
+        # Kernels are loaded at their first calls, which no recording may see; on copies here.
         copies = tuple(value.clone() for value in inputs)
         for _ in range(3):
             run(*copies)

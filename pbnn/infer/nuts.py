@@ -3,7 +3,7 @@
 import os
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -12,9 +12,9 @@ from torch import Tensor
 from pbnn.errors import ConvergenceWarning, FitError, PbnnWarning
 from pbnn.front_door import bind
 from pbnn.infer.checkpoint import digest
-from pbnn.infer.compiled import compiled
+from pbnn.infer.compiled import compile_step
 from pbnn.infer.density import Density
-from pbnn.infer.engine import Engine, Stepper
+from pbnn.infer.engine import Engine, Stepper, eager
 from pbnn.infer.lanes import Rule
 from pbnn.infer.options import Options
 from pbnn.infer.posterior import Posterior, provenance
@@ -25,6 +25,9 @@ from pbnn.model import BoundModel, Data, Model, isolated
 __all__ = ["fit_nuts", "verdict"]
 
 Values = Mapping[str, Tensor]
+
+_BLOCK = 256
+"""Draws of each chain that are brought to their supports at once."""
 
 
 def fit_nuts(
@@ -109,50 +112,68 @@ def fit_nuts(
     bound = bind(model, x, y, device=device, dtype=dtype, constants=constants)
     _check_constants(bound, constants)
     density = Density(bound, chains=chains, compile=compile, draws=options.transitions)
-
-    def stepper(engine: Engine) -> Stepper:
-        return compiled(density.graph, density.data_tensors, engine)
-
+    compiled = density.compiled
+    # Inductor gets the density as a part of the step, so that nothing is compiled twice.
+    density.compiled = False
     with isolated(seed, bound.device), torch.no_grad():
         result = sample(
             density.value_and_grad,
             lambda: find_starts(density, init, model, chains, seed),
             options,
-            stepper=stepper if density.compiled else None,
+            stepper=_stepper(density, must=compile is True) if compiled else None,
             checkpoint=checkpoint,
             resume=resume,
-            identity=_identity(bound, chains, init) if checkpoint else None,
+            identity=_identity(bound, chains, init, compiled) if checkpoint else None,
             progress=progress,
         )
+        sites, deterministic = _named(density, result.draws)
     if result.interrupted:
         _tell_interrupted(result, draws)
     for message in verdict(result.stats, options):
         warnings.warn(message, ConvergenceWarning, stacklevel=2)
-    named = {"chains": chains, "warmup": warmup, "draws": draws, "thin": thin}
+    settings = {**options.plain(), "chains": chains, "init": _word(init), "compile": compile}
+    del settings["seed"]
     return Posterior(
-        draws=_on_cpu(density.constrain(result.draws.to(bound.device))),
-        deterministic=_on_cpu(density.deterministic(result.draws.to(bound.device))),
+        draws=sites,
+        deterministic=deterministic,
         stats=result.stats,
         method=algorithm,
         markov=True,
         seconds=time.perf_counter() - started,
-        constants=_on_cpu(bound.constants()),
-        buffers=_on_cpu(bound.buffers()),
+        constants={name: value.cpu() for name, value in bound.constants().items()},
+        buffers={name: value.cpu() for name, value in bound.buffers().items()},
         provenance={
-            **provenance(
-                bound,
-                seed=seed,
-                **named,
-                max_tree_depth=max_tree_depth,
-                target_accept=target_accept,
-                dense_mass=dense_mass,
-                pool_mass=pool_mass,
-                init=init if isinstance(init, str) else "values",
-                compile=compile,
-            ),
-            **_account(result, density),
+            **provenance(bound, seed=seed, **settings),
+            **_account(result),
+            "compiled": compiled,
+            "compile_rule": density.rule,
         },
     )
+
+
+def _stepper(density: Density, *, must: bool) -> Callable[[Engine], Stepper]:
+    """Return what compiles the step; where that fails, steps run eagerly unless they must not."""
+
+    def make(engine: Engine) -> Stepper:
+        try:
+            return compile_step(density.graph, density.data_tensors, engine)
+        except FitError as error:
+            if must:
+                raise
+            warnings.warn(f"{error}; going on uncompiled", PbnnWarning, stacklevel=5)
+            return eager(density.value_and_grad, engine.options.rule)
+
+    return make
+
+
+def _named(density: Density, draws: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return latent and deterministic sites of unconstrained draws, on the CPU, block by block."""
+    blocks = [block.to(density.device) for block in draws.split(_BLOCK, 1)]
+    found = []
+    for function in (density.constrain, density.deterministic):
+        parts = [{k: v.cpu() for k, v in function(block).items()} for block in blocks]
+        found.append({name: torch.cat([part[name] for part in parts], 1) for name in parts[0]})
+    return found[0], found[1]
 
 
 def verdict(stats: Mapping[str, Tensor], options: Options) -> list[str]:
@@ -218,7 +239,7 @@ def _check_constants(bound: BoundModel, constants: Values | None) -> None:
         )
 
 
-def _identity(bound: BoundModel, chains: int, init: Any) -> dict[str, Any]:
+def _identity(bound: BoundModel, chains: int, init: Any, compiled: bool) -> dict[str, Any]:
     """Name what makes a run what it is, beside the options."""
     return {
         "chains": chains,
@@ -231,10 +252,15 @@ def _identity(bound: BoundModel, chains: int, init: Any) -> dict[str, Any]:
         "data": digest(bound.x, bound.y),
         "dtype": str(bound.dtype),
         "device": bound.device.type,
+        "compiled": compiled,
     }
 
 
-def _account(result: SamplerResult, density: Density) -> dict[str, Any]:
+def _word(init: Any) -> str:
+    return init if isinstance(init, str) else "values"
+
+
+def _account(result: SamplerResult) -> dict[str, Any]:
     """Return what the run did, as plain JSON values."""
     return {
         "interrupted": result.interrupted,
@@ -243,8 +269,6 @@ def _account(result: SamplerResult, density: Density) -> dict[str, Any]:
         "lockstep_calls": result.lockstep_calls,
         "warmup_divergences": result.warmup_divergences.tolist(),
         "step_size": result.step_size.tolist(),
-        "compiled": density.compiled,
-        "compile_rule": density.rule,
     }
 
 
@@ -255,7 +279,3 @@ def _tell_interrupted(result: SamplerResult, draws: int) -> None:
     warnings.warn(
         f"interrupted: {kept} of {draws} draws a chain are kept", PbnnWarning, stacklevel=3
     )
-
-
-def _on_cpu(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.detach().cpu() for name, value in values.items()}

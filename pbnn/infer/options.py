@@ -1,6 +1,8 @@
 """How to sample: the options of NUTS and HMC, checked once."""
 
+import dataclasses
 from dataclasses import dataclass, field
+from typing import Any
 
 from pbnn.errors import FitError
 from pbnn.infer.lanes import Rule
@@ -55,3 +57,8 @@ class Options:
     def transitions(self) -> int:
         """Number of transitions of a chain, warm-up included."""
         return self.warmup + self.draws * self.thin
+
+    def plain(self) -> dict[str, Any]:
+        """Return the options by name, as plain JSON values."""
+        values = dataclasses.asdict(self)
+        return {**values.pop("rule"), **values}

@@ -1,6 +1,5 @@
 """Draw from a density: run an engine to its end, with checkpoints, progress and Ctrl-C."""
 
-import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -92,7 +91,7 @@ def sample(
         FitError: A start has no finite density.
         FileError: The checkpoint belongs to another run, or is there and `resume` is False.
     """
-    saved = Checkpoint(checkpoint, {**_plain(options), **(identity or {})}) if checkpoint else None
+    saved = Checkpoint(checkpoint, {**options.plain(), **(identity or {})}) if checkpoint else None
     folder = saved.folder if saved else None
     if saved is not None and saved.exists and not resume:
         raise FileError(
@@ -119,11 +118,6 @@ def sample(
         except KeyboardInterrupt:
             interrupted = True
     return _result(engine, interrupted)
-
-
-def _plain(options: Options) -> dict[str, Any]:
-    plain = dataclasses.asdict(options)
-    return {**plain.pop("rule"), **plain}
 
 
 def _result(engine: Engine, interrupted: bool) -> SamplerResult:
