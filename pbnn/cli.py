@@ -117,6 +117,12 @@ def _add_problem(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--test-fraction", type=float, default=0.2, help="default: 0.2")
     parser.add_argument("--seed", type=int, default=0, help="of the split and the fits")
     parser.add_argument("--device", help="such as cuda; default: cpu")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=1,
+        help="of the arithmetic; default: 1, best for small networks",
+    )
     parser.add_argument("--out", help="run folder; default: runs/MODEL-DATASET, numbered")
     parser.add_argument("--quiet", action="store_true", help="no progress bars")
 
@@ -207,10 +213,15 @@ def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__
 
 def _start(arguments: argparse.Namespace) -> tuple["Run", "Dataset"]:
     """Read the data, build the model, open the run folder, and print the table of sites."""
+    import torch
+
     from pbnn.data import prepare, read_table
     from pbnn.front_door import check_model
     from pbnn.runs import Run, free_folder, model_for, target_kind_of
 
+    if arguments.threads < 1:
+        raise DataError(f"--threads {arguments.threads}: expected 1 or more")
+    torch.set_num_threads(arguments.threads)
     options = _options(arguments.set)
     table = read_table(arguments.dataset, arguments.target, categorical=arguments.categorical)
     data = prepare(
