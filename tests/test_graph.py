@@ -202,7 +202,7 @@ def test_compiled_tanh_is_right_to_the_last_places():
     assert float(((found - exact) / exact)[x != 0].abs().max()) < 4e-7
     assert float(found.abs().max()) <= 1.0
     (double,) = compile_graph(lambda x: (torch.tanh(x),), (x.double(),))(x.double())
-    torch.testing.assert_close(double, exact, rtol=1e-14, atol=0)
+    torch.testing.assert_close(double, exact, rtol=1e-14, atol=1e-15)
 
 
 def test_compiled_functions_write_into_what_they_are_called_with():
