@@ -206,8 +206,8 @@ def check_output(trace: poutine.Trace, rows: int) -> None:
     if not isinstance(output, Tensor) or output.ndim == 0 or output.shape[0] != rows:
         found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
         raise ModelError(
-            f"for {rows} row{_s(rows)} the model returns {found}; expected f(x), rows first: end with "
-            "`return f`, and write `f.squeeze(-1)` instead of `f.squeeze()`"
+            f"for {rows} row{_s(rows)} the model returns {found}; expected f(x), rows first: end "
+            "with `return f`, and write `f.squeeze(-1)` instead of `f.squeeze()`"
         )
 
 

@@ -224,4 +224,6 @@ def test_layers_that_vmap_knows_only_in_parts_are_mapped(body):
     value, grad = density.value_and_grad(z)
     assert all((grad[:, site.slice] != 0).any() for site in density.sites)
     by_site = [sum(density.site_log_densities(point).values()) for point in z]
-    torch.testing.assert_close(value, torch.tensor(by_site, dtype=torch.float64), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        value, torch.tensor(by_site, dtype=torch.float64), rtol=1e-9, atol=1e-9
+    )
