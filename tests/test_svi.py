@@ -49,7 +49,7 @@ def fitted():
 
     torch.manual_seed(0)
     model, data = Full(), linear_data(40, 2)
-    return model, data, fit(model, data, steps=40, draws=300, batch_size=16, particles=2, seed=3)
+    return model, data, fit(model, data, steps=40, draws=300, batch_size=16, seed=3)
 
 
 # What comes back.
@@ -76,7 +76,8 @@ def test_posterior_of_the_documented_shape(fitted):
         "kl": (40,),
     }
     assert bool((posterior.draws["sigma"] > 0).all())
-    assert posterior.provenance["options"]["batch_size"] == 16
+    options = posterior.provenance["options"]
+    assert (options["batch_size"], options["particles"]) == (16, 2)
     assert posterior.provenance["seed"] == 3
     assert (posterior.provenance["ended"], posterior.provenance["steps_taken"]) == ("steps", 40)
 

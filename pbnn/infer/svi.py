@@ -42,7 +42,7 @@ def fit_svi(
     init_scale: float | None = None,
     steps: int = 10_000,
     lr: float = 0.01,
-    particles: int = 1,
+    particles: int | None = None,
     batch_size: int | None = None,
     early_stopping: bool = True,
     draws: int = 1000,
@@ -73,8 +73,9 @@ def fit_svi(
             has a default that suits networks.
         steps: Largest number of optimiser steps.
         lr: Learning rate of Adam before it falls.
-        particles: Draws of the guide in each step. An even number comes in mirrored pairs, whose
-            noise is equal but for its sign: with 2, small batches do not blur the scales.
+        particles: Draws of the guide in each step; 2 by default with `batch_size`, else 1. An even
+            number comes in mirrored pairs, whose noise is equal but for its sign: what a batch and
+            the noise do together cancels, which would blur the scales.
         batch_size: Rows in each step; all by default. It scales sites inside plate `data` by
             rows / batch size, and nothing else.
         early_stopping: Whether the fit may end before `steps`.
@@ -95,6 +96,8 @@ def fit_svi(
         ModelError: The front door refuses the model.
         FitError: An option is out of range, or the ELBO is not finite from the start.
     """
+    if particles is None:
+        particles = 1 if batch_size is None else 2
     for name, value in {"steps": steps, "particles": particles, "draws": draws}.items():
         if value < 1:
             raise FitError(f"{name}={value}; expected 1 or more")
