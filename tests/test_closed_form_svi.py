@@ -125,10 +125,3 @@ def test_scale_does_not_depend_on_the_batch_size_over_seeds(batch_size):
     """Ten seeds at the default learning rate and number of particles."""
     found = [ratio(1_003, seed, steps=1_500, batch_size=batch_size) for seed in range(10)]
     assert max(abs(value - 1) for value in found) < 0.05, found
-
-
-@pytest.mark.slow
-def test_single_draws_blur_the_scale_of_small_batches():
-    """Without mirrored pairs batches of 10 still end within 20%, on average over five seeds."""
-    found = [ratio(1_003, seed, steps=10_000, batch_size=10, particles=1) for seed in range(5)]
-    assert abs(sum(found) / 5 - 1) < 0.2, found
