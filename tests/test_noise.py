@@ -1,7 +1,7 @@
 import torch
 from scipy import stats
 
-from pbnn.infer.noise import lane_keys, normals, threefry, uniforms
+from pbnn.infer.noise import both, lane_keys, normals, threefry, uniforms
 
 
 def test_threefry_gives_the_known_answers():
@@ -26,6 +26,14 @@ def test_a_lane_keeps_its_numbers_in_any_batch():
             draw(alone, counter[2:], 11, torch.float32),
         )
     assert len({tuple(row.tolist()) for row in torch.cat([together, lane_keys(8, [0, 1, 2])])}) == 6
+
+
+def test_both_at_once_are_the_same_numbers():
+    keys = lane_keys(0, [0, 1, 2])
+    vector, row = torch.tensor([4, 5, 6]), torch.tensor([70, 80, 90])
+    z, u = both(keys, vector, row, 5, 3, torch.float64)
+    assert torch.equal(z, normals(keys, vector, 5, torch.float64))
+    assert torch.equal(u, uniforms(keys, row, 3, torch.float64))
 
 
 def test_normals_and_uniforms_have_their_laws():

@@ -27,7 +27,7 @@ def lanes_at(z, density, rule, step_size, seed=0, scale=None):
 
 def advance(lanes, density, rule):
     noise = uniforms(lanes.keys, lanes.leapfrogs, UNIFORMS, lanes.z.dtype)
-    return step(lanes, noise, density, rule, lazy=True)
+    return step(lanes, noise, density, rule)
 
 
 def transitions(lanes, density, rule, count):

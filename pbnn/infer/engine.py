@@ -52,7 +52,7 @@ def eager(density: Density, rule: Rule) -> Stepper:
         # Random numbers by the block: their many small calls cost as much for one leapfrog.
         counter = torch.arange(steps, device=ring.used.device)[:, None] + lanes.leapfrogs
         for row in uniforms(lanes.keys, counter, UNIFORMS, lanes.z.dtype):
-            lanes, outcome = step(lanes, row, density, rule, lazy=True)
+            lanes, outcome = step(lanes, row, density, rule)
             ring = ring if outcome is None else record(ring, outcome)
         return lanes, ring
 

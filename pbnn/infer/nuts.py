@@ -12,7 +12,7 @@ from torch import Tensor
 from pbnn.errors import ConvergenceWarning, FitError, PbnnWarning
 from pbnn.front_door import bind
 from pbnn.infer.checkpoint import digest
-from pbnn.infer.compiled import compile_step
+from pbnn.infer.compiled import compile_step, worth_compiling_step
 from pbnn.infer.density import Density
 from pbnn.infer.engine import Engine, Stepper, eager
 from pbnn.infer.lanes import Rule
@@ -111,10 +111,9 @@ def fit_nuts(
     started = time.perf_counter()
     bound = bind(model, x, y, device=device, dtype=dtype, constants=constants)
     _check_constants(bound, constants)
-    density = Density(bound, chains=chains, compile=compile, draws=options.transitions)
-    compiled = density.compiled
     # Inductor gets the density as a part of the step, so that nothing is compiled twice.
-    density.compiled = False
+    density = Density(bound, chains=chains, compile=False)
+    compiled, reason = _whether_to_compile(density, compile, chains, options)
     with isolated(seed, bound.device), torch.no_grad():
         result = sample(
             density.value_and_grad,
@@ -146,9 +145,19 @@ def fit_nuts(
             **provenance(bound, seed=seed, **settings),
             **_account(result),
             "compiled": compiled,
-            "compile_rule": density.rule,
+            "compile_rule": reason,
         },
     )
+
+
+def _whether_to_compile(
+    density: Density, asked: bool | None, chains: int, options: Options
+) -> tuple[bool, str]:
+    if density.slow_because is not None:
+        return False, f"not compiled: {density.slow_because}"
+    if asked is not None:
+        return asked, "as asked"
+    return worth_compiling_step(density._prepare(chains), density.dim, options.transitions)
 
 
 def _stepper(density: Density, *, must: bool) -> Callable[[Engine], Stepper]:

@@ -13,7 +13,7 @@ from pbnn.infer.lanes import STATS, Density, Lanes, Outcome, Rule, pick
 from pbnn.infer.noise import normals
 from pbnn.infer.trajectory import Leaf, Tree, extend_path, extend_tree, leapfrog
 
-__all__ = ["begin", "step"]
+__all__ = ["begin", "next_momentum", "step"]
 
 _GOLDEN = 0.6180339887498949
 
@@ -75,8 +75,7 @@ def step(
     uniforms: Tensor,
     density: Density,
     rule: Rule,
-    *,
-    lazy: bool = False,
+    momentum: Tensor | None = None,
 ) -> tuple[Lanes, Outcome | None]:
     """Make one leapfrog in every lane, with all that follows from it.
 
@@ -85,16 +84,17 @@ def step(
         uniforms: Uniform numbers `(lanes, UNIFORMS)`, row `leapfrogs` of each lane.
         density: Log density and gradient.
         rule: What makes a trajectory.
-        lazy: Leave out what changes no lane: many calls less, but it reads values, so that the
-            step cannot be traced.
+        momentum: Normal vectors `(lanes, dim)` of number `next_momentum` of each lane. Without them
+            the step draws them when they are needed, and leaves out what changes no lane: many
+            calls less, but it reads values, so that it cannot be traced.
 
     Returns:
-        The new state, and what the transitions that ended leave behind (None if `lazy` and none
-        ended).
+        The new state, and what the transitions that ended leave behind (None without `momentum`
+        where none ended).
     """
 
     def some(mask: Tensor) -> bool:
-        return not lazy or bool(mask.any())
+        return momentum is not None or bool(mask.any())
 
     leaf = leapfrog(lanes, density)
     extend = extend_tree if rule.algorithm == "nuts" else extend_path
@@ -108,11 +108,17 @@ def step(
     state = _count(lanes, state, fresh, finished)
     if not some(fresh | grown):
         return state._replace(leaf=lanes.leaf + 1), outcome
-    momentum = state.r
-    if some(fresh):
-        momentum = normals(state.keys, state.momenta, leaf.z.shape[1], leaf.z.dtype)
+    if momentum is None:
+        momentum = state.r
+        if some(fresh):
+            momentum = normals(state.keys, state.momenta, leaf.z.shape[1], leaf.z.dtype)
     turned = grown & ((uniforms[:, 2] < 0.5) != (lanes.direction > 0))
     return _renew(state, fresh, grown, turned, momentum, rule), outcome
+
+
+def next_momentum(lanes: Lanes) -> Tensor:
+    """Return the number of the momentum with which each lane would begin a trajectory now."""
+    return lanes.momenta + ~lanes.paused
 
 
 def _outcome(tree: Tree, finished: Tensor) -> Outcome:
