@@ -102,7 +102,7 @@ def compile_step(
 
 @contextmanager
 def _cached() -> Iterator[None]:
-    """Let inductor look into its cache on disk, which it does where there is a shape environment."""
+    """Let inductor look into its cache on disk: it does so where there is a shape environment."""
     fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     with tracing(TracingContext(fake)):
         yield

@@ -125,9 +125,9 @@ def fit_nuts(
             identity=_identity(bound, chains, init, compiled) if checkpoint else None,
             progress=progress,
         )
+        if result.interrupted:
+            _tell_interrupted(result, draws)
         sites, deterministic = _named(density, result.draws)
-    if result.interrupted:
-        _tell_interrupted(result, draws)
     for message in verdict(result.stats, options):
         warnings.warn(message, ConvergenceWarning, stacklevel=2)
     settings = {**options.plain(), "chains": chains, "init": _word(init), "compile": compile}
@@ -220,7 +220,7 @@ def verdict(stats: Mapping[str, Tensor], options: Options) -> list[str]:
             f"step size is not adapted; give a longer warmup (now {options.warmup})"
         )
     rhat = _split_rhat(stats["lp"])
-    if rhat > 1.05:
+    if not rhat <= 1.05:  # it is NaN where nothing moves
         messages.append(
             f"R-hat of the log density is {rhat:.2f} (expected below 1.05): chains have not "
             f"converged; give more warmup and draws (now {options.warmup} and {options.draws})"

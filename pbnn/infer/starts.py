@@ -1,12 +1,13 @@
 """Where chains start: draws from the prior, short MAP runs, draws of a fitted guide, or values."""
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pbnn.errors import FitError
+from pbnn.errors import ConvergenceWarning, FitError
 from pbnn.infer.density import Density
 from pbnn.infer.svi import fit_svi
 from pbnn.model import Model
@@ -18,6 +19,7 @@ INITS = ("prior", "map", "svi")
 _MAP_STEPS = 300
 """Steps of the MAP run: short, since the optimum of a hierarchical scale is degenerate."""
 _MAP_RATE = 0.02
+_SVI_STEPS = 2000
 
 
 def find_starts(
@@ -57,19 +59,7 @@ def find_starts(
     if init not in INITS:
         raise FitError(f"init={init!r}; expected one of {', '.join(INITS)}, or values by site")
     if init == "svi":
-        bound = density.bound
-        guide = fit_svi(
-            model,
-            bound.x,
-            bound.y,
-            steps=5000,
-            draws=chains,
-            seed=seed,
-            device=bound.device,
-            dtype=bound.dtype,
-            progress=False,
-        )
-        return density.unconstrain({name: value[0] for name, value in guide.draws.items()})
+        return _from_guide(density, model, chains, seed)
     starts = density.initial_prior(chains, seed)
     return starts if init == "prior" else _climb(density, starts)
 
@@ -91,6 +81,27 @@ def _by_chain(density: Density, init: Mapping[str, Any], chains: int) -> dict[st
             )
         values[site.name] = value
     return values
+
+
+def _from_guide(density: Density, model: Model, chains: int, seed: int) -> Tensor:
+    bound = density.bound
+    with warnings.catch_warnings():
+        # A start need not have converged.
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        guide = fit_svi(
+            model,
+            bound.x,
+            bound.y,
+            steps=_SVI_STEPS,
+            draws=chains,
+            seed=seed,
+            device=bound.device,
+            dtype=bound.dtype,
+            progress=False,
+        )
+    if guide.provenance.get("ended") == "interrupted":
+        raise KeyboardInterrupt("interrupted while the guide was fitted")
+    return density.unconstrain({name: value[0] for name, value in guide.draws.items()})
 
 
 def _climb(density: Density, starts: Tensor) -> Tensor:
