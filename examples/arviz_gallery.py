@@ -37,7 +37,9 @@ def fitted(folder: Path, smoke: bool) -> list[Path]:
     model = model_for(MODEL, data.preprocessor, {"hidden": 2 if smoke else 10})
     train = data.x_train, data.y_train
     fits = {
-        "nuts": pbnn.fit_nuts(model, *train, warmup=warmup, draws=draws),
+        "nuts": pbnn.fit_nuts(
+            model, *train, warmup=warmup, draws=draws, max_tree_depth=4 if warmup < 100 else 10
+        ),
         "normal": pbnn.fit_svi(model, *train, guide="normal", steps=steps),
     }
     return [

@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/gap_sine.png"))
     parser.add_argument("--smoke", action="store_true", help="tiny sizes")
     arguments = parser.parse_args()
-    steps, warmup, draws = (50, 10, 10) if arguments.smoke else (3000, 300, 200)
+    steps, warmup, draws, depth = (50, 10, 10, 3) if arguments.smoke else (3000, 300, 200, 10)
 
     x, y = gap_sine()
     model = pbnn.load_model(MODEL, in_features=1, hidden=10, weight_scale=3.0)
@@ -40,7 +40,7 @@ def main() -> None:
         for guide in ("normal", "lowrank", "kronecker")
     }
     fits["nuts"] = pbnn.fit_nuts(
-        model, x, y, warmup=warmup, draws=draws, compile=not arguments.smoke
+        model, x, y, warmup=warmup, draws=draws, max_tree_depth=depth, compile=not arguments.smoke
     )
 
     line = torch.linspace(-3.0, 3.0, 121)[:, None]

@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/svi_vs_mcmc"))
     parser.add_argument("--smoke", action="store_true", help="tiny sizes")
     arguments = parser.parse_args()
-    steps, warmup, draws = (50, 10, 10) if arguments.smoke else (5000, 500, 500)
+    steps, warmup, draws, depth = (50, 10, 10, 3) if arguments.smoke else (5000, 500, 500, 10)
 
     data = prepare("diabetes", target_kind="real")
     model = model_for(MODEL, data.preprocessor, {"hidden": 5 if arguments.smoke else 10})
@@ -32,7 +32,7 @@ def main() -> None:
         guide: pbnn.fit_svi(model, *train, guide=guide, steps=steps)
         for guide in ("normal", "lowrank", "kronecker")
     }
-    fits["nuts"] = pbnn.fit_nuts(model, *train, warmup=warmup, draws=draws)
+    fits["nuts"] = pbnn.fit_nuts(model, *train, warmup=warmup, draws=draws, max_tree_depth=depth)
 
     print(pbnn.compare(fits, model, *test, reference="nuts", units=units))
 

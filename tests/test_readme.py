@@ -51,7 +51,7 @@ def test_shell_blocks_run_in_order(tmp_path):
                 env=environment,
                 check=True,
                 capture_output=True,
-                timeout=300,
+                timeout=900,
             )
     header, row = (tmp_path / "predictions.csv").read_text().splitlines()
     assert header.startswith("prediction,probability_setosa")
