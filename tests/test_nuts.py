@@ -60,7 +60,7 @@ def test_the_posterior_holds_what_a_nuts_fit_knows(toy):
     assert posterior.draws["sigma"].dtype == torch.float32
     record = posterior.provenance
     assert record["options"]["max_tree_depth"] == 3
-    assert record["options"]["init"] == "prior"
+    assert record["options"]["init"] == "map"
     assert not record["compiled"]
     assert record["compile_rule"] == "as asked"
     assert max(record["leapfrogs"]) <= record["calls"]

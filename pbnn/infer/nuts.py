@@ -43,7 +43,7 @@ def fit_nuts(
     target_accept: float = 0.8,
     dense_mass: bool = False,
     pool_mass: bool = False,
-    init: Literal["prior", "map", "svi"] | Values | Tensor = "prior",
+    init: Literal["prior", "map", "svi"] | Values | Tensor = "map",
     constants: Values | None = None,
     seed: int = 0,
     device: str | torch.device | None = None,
@@ -73,7 +73,8 @@ def fit_nuts(
         target_accept: Acceptance statistic that the step size is adapted to.
         dense_mass: Whether the mass matrix is dense; diagonal otherwise.
         pool_mass: Whether chains share the estimate of their mass matrix.
-        init: Where chains start; see `pbnn.infer.starts.find_starts`.
+        init: Where chains start: "map" (from a prior draw a short way uphill), "prior", "svi", or
+            values; see `pbnn.infer.starts.find_starts`.
         constants: Values of the parameters without a prior, such as `svi.constants`.
         seed: Seed; a chain's draws depend on it and on the chain's index, not on other chains.
         device: Where to run; see `pbnn.front_door.bind`.

@@ -16,9 +16,9 @@ __all__ = ["INITS", "find_starts"]
 
 INITS = ("prior", "map", "svi")
 
-_MAP_STEPS = 300
+_MAP_STEPS = 200
 """Steps of the MAP run: short, since the optimum of a hierarchical scale is degenerate."""
-_MAP_RATE = 0.02
+_MAP_RATE = 0.03
 _SVI_STEPS = 2000
 
 
