@@ -29,7 +29,7 @@ def test_moments_of_a_normal(options, dtype):
     mean = torch.tensor([1.0, -2.0, 0.5], dtype=dtype)
     factor = torch.tensor([[1.0, 0.0, 0.0], [0.6, 0.8, 0.0], [-0.5, 1.0, 2.0]], dtype=dtype)
     covariance = factor @ factor.T
-    options = Options(warmup=100, draws=30, **options)
+    options = Options(warmup=80, draws=20, **options)
     result = sample(correlated(mean, covariance), starts(200, 3, dtype), options)
     assert result.draws.dtype == dtype
     assert_moments(result.draws, mean, covariance.diagonal() + mean**2)
@@ -111,12 +111,12 @@ def test_no_lane_waits_for_another():
 
 def test_eight_schools():
     # Reference posterior of posteriordb (10,000 draws of Stan): mean of mu, tau and theta_1.
-    result = sample(schools, starts(200, 10), Options(warmup=200, draws=50, target_accept=0.9))
+    result = sample(schools, starts(400, 10), Options(warmup=100, draws=30, target_accept=0.9))
     mu, tau = result.draws[:, :, 0], result.draws[:, :, 1].exp()
     theta = mu + tau * result.draws[:, :, 2]
     for values, mean, sd in ((mu, 4.41, 3.32), (tau, 3.62, 3.19), (theta, 6.20, 5.63)):
         chain_means = values.mean(1)
-        error = (chain_means.var() / 200 + (sd / 100) ** 2).sqrt()
+        error = (chain_means.var() / 400 + (sd / 100) ** 2).sqrt()
         assert abs(chain_means.mean() - mean) < 4 * error
 
 
@@ -155,7 +155,7 @@ def test_a_lane_that_fails_leaves_the_others_alone():
 
 
 def test_the_funnel_diverges_and_says_so():
-    result = sample(funnel, starts(32, 10), Options(warmup=50, draws=20))
+    result = sample(funnel, starts(32, 10), Options(warmup=20, draws=10))
     assert result.stats["diverging"].any()
 
 
@@ -165,18 +165,18 @@ def test_interrupted_chains_are_cut_to_the_shortest():
     def interrupting(z):
         nonlocal calls
         calls += 1
-        if calls == 900:
+        if calls == 500:
             raise KeyboardInterrupt
         return schools(z)
 
     z = torch.randn(4, 10, dtype=torch.float64)
-    options = Options(warmup=40, draws=150)
+    options = Options(warmup=20, draws=100)
     result = sample(interrupting, lambda: z, options)
     whole = sample(schools, lambda: z, options)
     kept = result.draws.shape[1]
     assert result.interrupted
     assert not whole.interrupted
-    assert 0 < kept < 150
+    assert 0 < kept < 100
     assert torch.equal(result.draws, whole.draws[:, :kept])
     assert all(value.shape == (4, kept) for value in result.stats.values())
 

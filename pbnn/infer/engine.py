@@ -125,7 +125,7 @@ class Engine:
         """
         chains, dim = z.shape
         lp, g = density(z)
-        bad = [i for i in range(chains) if not (lp[i].isfinite() and g[i].isfinite().all())]
+        bad = (~(lp.isfinite() & g.isfinite().all(1))).nonzero()[:, 0].tolist()
         if bad:
             raise FitError(
                 f"the log density or its gradient is not finite at the start of chain {bad[0]} "

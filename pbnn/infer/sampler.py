@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from pbnn.errors import FileError
 from pbnn.infer.checkpoint import Checkpoint
 from pbnn.infer.engine import Engine, Stepper, eager
 from pbnn.infer.lanes import STATS, Density
 from pbnn.infer.options import Options
+from pbnn.progress import progress_bar
 
 __all__ = ["SamplerResult", "sample"]
 
@@ -105,7 +105,14 @@ def sample(
     take = stepper(engine) if stepper else eager(density, options.rule)
     interrupted, last = False, time.monotonic()
     total = options.transitions * len(engine.done)
-    with tqdm(total=total, initial=int(engine.done.sum()), disable=not progress) as bar:
+    bar = progress_bar(
+        label=options.rule.algorithm.upper(),
+        unit="transition",
+        show=progress,
+        total=total,
+        initial=int(engine.done.sum()),
+    )
+    with bar:
         try:
             while not engine.complete:
                 engine.advance(take)

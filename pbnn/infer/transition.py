@@ -65,7 +65,8 @@ def begin(
         "average_center": (10 * step_size).log(),
     }
     # Lanes are written in place later, so no two fields may share memory.
-    state = Lanes(**{name: value.clone() for name, value in fields.items()})
+    dense = torch.contiguous_format
+    state = Lanes(**{name: value.clone(memory_format=dense) for name, value in fields.items()})
     fresh = ~no
     return _renew(state, fresh, no, no, normals(keys, whole, dim, z.dtype), rule)
 
