@@ -30,7 +30,8 @@ class Density:
 
     Args:
         bound: The model and its data.
-        chains: Number of chains to get ready for now; others get ready when they first come.
+        chains: Number of chains to get ready for now; others get ready when they first come, and
+            with 0 all do.
         compile: Whether inductor compiles the graph; None decides by a rule of the graph's size,
             the values in it (rows times units times chains) and the draws, never by a timing.
         draws: Number of draws a chain, warm-up among them, that the rule counts on.
@@ -73,17 +74,11 @@ class Density:
         self._graphs: dict[int, FlatGraph] = {}
         self._functions: dict[int, Callable[..., Any]] = {}
         self.slow_because: str | None = None
-        self._must_compile = compile is True
+        self._asked, self._draws, self._decided = compile, draws, False
         self.compiled: bool = bool(compile)
         self.rule: str = "as asked"
-        try:
-            graph = self._prepare(chains)
-        except Exception as error:
-            self._fall_back(error)
-            self.compiled, self.rule = False, f"not compiled: {self.slow_because}"
-        else:
-            if compile is None:
-                self.compiled, self.rule = worth_compiling(graph, draws)
+        if chains:
+            self._decide(chains)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -109,6 +104,7 @@ class Density:
             z: Unconstrained values `(chains, dim)`.
             *data: `data_tensors`.
         """
+        self._decide(z.shape[0])
         if self.slow_because is not None:
             return self._chain_by_chain(z)
         value, grad = self._prepare(z.shape[0])(z, *data)
@@ -257,6 +253,19 @@ class Density:
         pairs = zip(self._data, self._dims, strict=True)
         return tuple(value if dim is None else value[lane] for value, dim in pairs)
 
+    def _decide(self, chains: int) -> None:
+        """Find out, once, whether the model can be traced, and whether to compile its graph."""
+        if self._decided:
+            return
+        self._decided = True
+        try:
+            graph = self._prepare(chains)
+        except Exception as error:
+            self._fall_back(error)
+        else:
+            if self._asked is None:
+                self.compiled, self.rule = worth_compiling(graph, self._draws)
+
     def _prepare(self, chains: int) -> FlatGraph:
         """Return the graph for a number of chains; traced once, and held against the model."""
         if chains in self._graphs:
@@ -281,6 +290,7 @@ class Density:
 
     def _function(self, z: Tensor) -> Callable[..., Any]:
         """Return what `value_and_grad` calls for a number of chains."""
+        self._decide(z.shape[0])
         if self.slow_because is not None:
             return lambda z, *_: self._chain_by_chain(z)
         function: Callable[..., Any] = self._prepare(z.shape[0])
@@ -292,7 +302,7 @@ class Density:
                     raise FitError("the compiled graph gives other numbers; pass compile=False")
                 function = compiled
             except FitError as error:
-                if self._must_compile:
+                if self._asked:
                     raise
                 self.compiled, self.rule = False, f"not compiled: {error}"
                 warnings.warn(f"{error}; going on uncompiled", PbnnWarning, stacklevel=3)
@@ -311,6 +321,7 @@ class Density:
                 "switch it off in eval mode"
             ) from error
         self.slow_because = f"the model cannot be mapped over chains{where}"
+        self.compiled, self.rule = False, f"not compiled: {self.slow_because}"
         warnings.warn(
             f"{self.slow_because}: {reason[:200]}; the chains run through Python one by one, with "
             "the same numbers but slower; in place of Python control flow and in-place writes, use "
@@ -352,16 +363,24 @@ class Density:
         lead = inputs[0].shape[: inputs[0].ndim - events[0]]
         lanes = self.lanes or 1
         rows = [value.reshape(lanes, -1, *value.shape[len(lead) :]) for value in inputs]
+
+        def part(lane: int) -> tuple[Tensor, ...]:
+            return self._lane.over_draws(
+                function,
+                [value[lane] for value in rows],
+                self._lane_data(lane),
+                traced=self.slow_because is None,
+            )
+
         with isolated(0, self.device), torch.no_grad():
-            parts = [
-                self._lane.over_draws(
-                    function,
-                    [value[lane] for value in rows],
-                    self._lane_data(lane),
-                    traced=self.slow_because is None,
-                )
-                for lane in range(lanes)
-            ]
+            try:
+                parts = [part(lane) for lane in range(lanes)]
+            except Exception as error:
+                if self._decided:
+                    raise
+                self._decided = True
+                self._fall_back(error)
+                parts = [part(lane) for lane in range(lanes)]
         return tuple(
             torch.cat(outputs).reshape(*lead, *outputs[0].shape[1:])
             for outputs in zip(*parts, strict=True)

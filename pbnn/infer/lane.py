@@ -161,11 +161,14 @@ class Lane:
         if not traced:
             draws = [function(*draw, *data) for draw in zip(*inputs, strict=True)]
             return tuple(torch.stack(outputs) for outputs in zip(*draws, strict=True))
+        dims = (*(0 for _ in inputs), *(None for _ in data))
         graph = self._graphs.get(function.__name__)
         if graph is None:
+            # A model that reads a draw's value would leave the way of the first draw in the graph;
+            # mapped over draws, it raises.
+            vmap(function, dims)(*(value[:1] for value in inputs), *data)
             graph = trace(function, [*(value[0] for value in inputs), *data])
             self._graphs[function.__name__] = graph
-        dims = (*(0 for _ in inputs), *(None for _ in data))
         outputs: tuple[Tensor, ...] = vmap(graph, dims, chunk_size=_BLOCK)(*inputs, *data)
         return outputs
 

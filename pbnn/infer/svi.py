@@ -120,7 +120,7 @@ def fit_svi(
         with torch.no_grad():
             drawn, log_q = draw_guide(q, draws, (bound.x, bound.y))
             values = {name: value.contiguous() for name, value in drawn.items()}
-            density = Density(bound, compile=False)
+            density = Density(bound, chains=0, compile=False)
             z = density.unconstrain(values)
             lp = density.log_density(z)
             deterministic = density.deterministic(z)
