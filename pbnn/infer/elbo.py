@@ -14,7 +14,7 @@ from pbnn.errors import ModelError
 from pbnn.infer.guides import approximation
 from pbnn.model import BoundModel, Data, run, sample_nodes
 
-__all__ = ["Elbo"]
+__all__ = ["Elbo", "culprit"]
 
 
 class Elbo:
@@ -116,21 +116,26 @@ class Elbo:
 
     def culprit(self) -> str:
         """Name the first site whose draw or log density is not finite."""
-        with torch.no_grad():
-            try:
-                guide_trace = poutine.trace(self.guide).get_trace(self.bound.x, self.bound.y)
-                replayed = poutine.replay(self.bound.model, trace=guide_trace)
-                trace = run(replayed, {}, self.bound.x, self.bound.y, fill=self.bound.fill)
-                trace.compute_log_prob()
-            except (RuntimeError, ValueError) as error:
-                return f" ({str(error).splitlines()[0]})"
-        for site in self.bound.sites:
-            node = trace.nodes.get(site.name, {})
-            if site.kind in ("latent", "observed", "factor") and not (
-                bool(node["value"].isfinite().all()) and bool(node["log_prob_sum"].isfinite())
-            ):
-                return f" (site {site.name!r})"
-        return ""
+        return culprit(self.bound, self.guide)
+
+
+def culprit(bound: BoundModel, guide: AutoGuide) -> str:
+    """Name the first site whose draw or log density is not finite, in words for a message."""
+    with torch.no_grad():
+        try:
+            guide_trace = poutine.trace(guide).get_trace(bound.x, bound.y)
+            replayed = poutine.replay(bound.model, trace=guide_trace)
+            trace = run(replayed, {}, bound.x, bound.y, fill=bound.fill)
+            trace.compute_log_prob()
+        except (RuntimeError, ValueError) as error:
+            return f" ({str(error).splitlines()[0]})"
+    for site in bound.sites:
+        node = trace.nodes.get(site.name, {})
+        if site.kind in ("latent", "observed", "factor") and not (
+            bool(node["value"].isfinite().all()) and bool(node["log_prob_sum"].isfinite())
+        ):
+            return f" (site {site.name!r})"
+    return ""
 
 
 class _Noise(TorchFunctionMode):

@@ -50,14 +50,21 @@ class LaneSafe(TorchFunctionMode):
     A factorisation that fails gives NaN for its own matrix instead of an error for all. A value
     that comes from the data alone can be read (`int(y.max())`); the graph then holds for those
     data.
+
+    Args:
+        reads: Whether values may be read at all.
     """
+
+    def __init__(self, *, reads: bool = True) -> None:
+        super().__init__()
+        self.reads = reads
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Replace the calls that would raise or read; run all others as they are."""
         kwargs = kwargs or {}
-        if func in _READS:
+        if func in _READS and self.reads:
             # A value that depends on the lane still raises, in vmap.
             with disable_proxy_modes_tracing():
                 return func(*args, **kwargs)

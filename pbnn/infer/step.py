@@ -14,16 +14,18 @@ are not finite have made parameters that are not, and the caller goes back to va
 
 from typing import Literal, Protocol
 
-import pyro
 import torch
 from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
-from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
+from pbnn.errors import FitError
+from pbnn.infer.eager_step import EagerStep, learned
 from pbnn.infer.elbo import Elbo
+from pbnn.infer.flat_step import FlatStep
+from pbnn.infer.objective import Objective
 from pbnn.model import BoundModel, Data
 
-__all__ = ["EagerStep", "Estimator", "Step", "learned", "make_step"]
+__all__ = ["Estimator", "Step", "make_step"]
 
 Estimator = Literal["pathwise", "local", "flipout"]
 
@@ -107,107 +109,22 @@ def make_step(
         FitError: `compile` or `estimator` asks for what cannot be.
         ModelError: The guide draws other sites than the model's, or draws without a gradient.
     """
-    return EagerStep(bound, guide, particles=particles, clip=clip)
-
-
-def learned(bound: BoundModel, guide: AutoGuide) -> list[Tensor]:
-    """List what is learned: the guide's parameters and the model's constants."""
-    named = [*guide.parameters(), *bound.model.parameters()]
-    # A guide that is a plain function has its parameters in Pyro's store.
-    named += [p for _, p in pyro.get_param_store().named_parameters()]
-    return list({id(p): p for p in named if p.requires_grad}.values())
-
-
-class EagerStep:
-    """A step that runs guide and model through Pyro: for any guide and any model.
-
-    Args:
-        bound: The model and its data.
-        guide: The guide.
-        particles: Draws of the guide in each step; an even number comes in mirrored pairs.
-        clip: Largest norm of the gradient.
-        rule: Why no quicker step is taken, in words.
-    """
-
-    def __init__(
-        self,
-        bound: BoundModel,
-        guide: AutoGuide,
-        *,
-        particles: int,
-        clip: float | None = None,
-        rule: str = "as asked",
-    ) -> None:
-        self.elbo = Elbo(bound, guide, particles)
-        self.parameters = learned(bound, guide)
-        self.clip = clip
-        self.compiled = False
-        self.rule = rule
-        self.kl = {name: "Monte Carlo" for name in bound.named("latent")}
-        self.estimator = {name: "pathwise" for name in bound.named("latent")}
-        self._rows = bound.rows or 1
-        self._device = bound.device
-        self._optimiser = torch.optim.Adam(self.parameters)
-
-    def __call__(
-        self, x: Data, y: Data, factor: float, *, kl_weight: float = 1.0, lr: float
-    ) -> Tensor:
-        """Take one step; see `Step`."""
-        try:
-            terms = self.elbo(x, y, factor)
-        except LinAlgError:  # a matrix of the model that is no longer positive definite
-            return self.parameters[0].new_full((2,), torch.nan)
-        loss = (kl_weight * terms[1] - terms[0]) / self._rows
-        self._optimiser.zero_grad(set_to_none=True)
-        loss.backward()
-        if self.clip is not None:
-            torch.nn.utils.clip_grad_norm_(self.parameters, self.clip)
-        self._optimiser.param_groups[0]["lr"] = lr
-        self._optimiser.step()
-        return terms.detach()
-
-    def culprit(self) -> str:
-        """Name the first site whose draw or log density is not finite."""
-        return self.elbo.culprit()
-
-    def state(self) -> dict[str, Tensor]:
-        """Return Adam's moments, flat over all parameters, its count, and the generator's state."""
-        held = [self._optimiser.state.get(p, {}) for p in self.parameters]
-        moments = {
-            name: torch.cat(
-                [
-                    h.get(name, torch.zeros_like(p)).reshape(-1)
-                    for h, p in zip(held, self.parameters, strict=True)
-                ]
-            ).detach()
-            for name in ("exp_avg", "exp_avg_sq")
-        }
-        count = max((int(h["step"]) for h in held if h), default=0)
-        return {**moments, "count": torch.tensor(count), "rng": generator_state(self._device)}
-
-    def load(self, state: dict[str, Tensor]) -> None:
-        """Go on from what `state` returned."""
-        sizes = [p.numel() for p in self.parameters]
-        parts = [state[name].split(sizes) for name in ("exp_avg", "exp_avg_sq")]
-        for p, first, second in zip(self.parameters, *parts, strict=True):
-            self._optimiser.state[p] = {
-                "step": torch.tensor(float(state["count"])),
-                "exp_avg": first.reshape(p.shape).to(p).clone(),
-                "exp_avg_sq": second.reshape(p.shape).to(p).clone(),
-            }
-        set_generator_state(self._device, state["rng"])
-
-
-def generator_state(device: torch.device) -> Tensor:
-    """Return the state of torch's global generator of a device."""
-    if device.type == "cuda":
-        return torch.cuda.get_rng_state(device)
-    return torch.get_rng_state()
-
-
-def set_generator_state(device: torch.device, state: Tensor) -> None:
-    """Set the state of torch's global generator of a device."""
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
+    elbo = Elbo(bound, guide, particles)  # runs the guide and checks it
+    parameters = learned(bound, guide)
+    try:
+        objective = Objective(
+            bound, guide, parameters, particles=particles, batches=batch_size is not None
+        )
+        step = FlatStep(objective, parameters, batch_size=batch_size, clip=clip)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
+        if compile:
+            raise FitError(
+                f"compile=True, but the step cannot be traced ({reason[:200]}); leave compile out"
+            ) from error
+        return EagerStep(bound, elbo, clip=clip, rule=f"through Pyro: {reason[:200]}")
+    if compile:
+        step.compile()
+    return step

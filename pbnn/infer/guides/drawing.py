@@ -26,15 +26,40 @@ from pbnn.infer.guides.roots import DiagonalRoot, LowRankRoot, TriangularRoot
 from pbnn.infer.guides.sites import Layout, constrain, unconstrain
 from pbnn.infer.guides.starts import init_to_fan_in
 
-__all__ = ["approximation", "dense_moments", "draw_guide", "log_prob_guide", "prepare_guide"]
+__all__ = [
+    "PackedGaussian",
+    "approximation",
+    "dense_moments",
+    "draw_guide",
+    "gaussian_blocks",
+    "log_prob_guide",
+    "prepare_guide",
+]
 
 
 @dataclass(frozen=True)
-class _Packed:
-    """One independent Gaussian block: its sites and its density over their packed values."""
+class PackedGaussian:
+    """One independent Gaussian block of a guide.
+
+    Attributes:
+        layout: Its sites and how they are packed.
+        gaussian: The density of their packed unconstrained values.
+    """
 
     layout: Layout
     gaussian: VectorNormal | MatrixNormal
+
+    def by_site(self) -> "list[PackedGaussian]":
+        """Return a block for each site, where sites are independent; else the block itself."""
+        gaussian = self.gaussian
+        if not isinstance(gaussian, VectorNormal) or not isinstance(gaussian.root, DiagonalRoot):
+            return [self]
+        sizes = [shape.numel() for shape in self.layout.sites.values()]
+        parts = zip(gaussian.loc.split(sizes), gaussian.root.scale.split(sizes), strict=True)
+        return [
+            PackedGaussian(Layout({name: shape}), VectorNormal(loc, DiagonalRoot(scale)))
+            for (name, shape), (loc, scale) in zip(self.layout.sites.items(), parts, strict=True)
+        ]
 
 
 def prepare_guide(
@@ -70,31 +95,38 @@ def _inherits(guide: Any, base: type, *methods: str) -> bool:
     )
 
 
-def _blocks(guide: Any) -> list[_Packed] | None:
-    """Return the Gaussian blocks of a guide, or None where it is no product of known Gaussians."""
+def gaussian_blocks(guide: Any) -> list[PackedGaussian] | None:
+    """Return the independent blocks of a guide as functions of its present parameters.
+
+    Args:
+        guide: A guide that has run.
+
+    Returns:
+        None where the guide is no product of Gaussians known here.
+    """
     if isinstance(guide, AutoBlocks):
         blocks = guide.named_blocks().values()
-        return [_Packed(block.layout, block.gaussian()) for block in blocks]
+        return [PackedGaussian(block.layout, block.gaussian()) for block in blocks]
     if _inherits(guide, AutoNormal, "forward", "_get_loc_and_scale"):
         pairs = {name: guide._get_loc_and_scale(name) for name in _latent_sites(guide)}
         layout = Layout({name: loc.shape for name, (loc, _) in pairs.items()})
         loc = layout.pack({name: pair[0] for name, pair in pairs.items()})
         scale = layout.pack({name: pair[1] for name, pair in pairs.items()})
-        return [_Packed(layout, VectorNormal(loc, DiagonalRoot(scale)))]
+        return [PackedGaussian(layout, VectorNormal(loc, DiagonalRoot(scale)))]
     if not isinstance(guide, AutoContinuous):
         return None
     layout = Layout(guide._unconstrained_shapes)
     kept = ("forward", "sample_latent", "get_posterior")
     if _inherits(guide, AutoDiagonalNormal, *kept):
-        return [_Packed(layout, VectorNormal(guide.loc, DiagonalRoot(guide.scale)))]
+        return [PackedGaussian(layout, VectorNormal(guide.loc, DiagonalRoot(guide.scale)))]
     if _inherits(guide, AutoLowRank, *kept) or _inherits(
         guide, AutoLowRankMultivariateNormal, *kept
     ):
         root = LowRankRoot(guide.scale, guide.cov_factor)
-        return [_Packed(layout, VectorNormal(guide.loc, root))]
+        return [PackedGaussian(layout, VectorNormal(guide.loc, root))]
     if _inherits(guide, AutoMultivariateNormal, *kept):
         root_full = TriangularRoot(guide.scale[..., None] * guide.scale_tril)
-        return [_Packed(layout, VectorNormal(guide.loc, root_full))]
+        return [PackedGaussian(layout, VectorNormal(guide.loc, root_full))]
     return None
 
 
@@ -132,7 +164,7 @@ def draw_guide(
     kwargs = kwargs or {}
     with _seeded(guide, seed), torch.no_grad():
         prepare_guide(guide, args, kwargs)
-        blocks = _blocks(guide)
+        blocks = gaussian_blocks(guide)
         if blocks is not None:
             unconstrained, log_q = _draw_blocks(blocks, n)
         elif _inherits(guide, AutoContinuous, "forward", "sample_latent"):
@@ -160,7 +192,7 @@ def _seeded(guide: Any, seed: int | None) -> Iterator[None]:
         yield
 
 
-def _draw_blocks(blocks: Sequence[_Packed], n: int) -> tuple[dict[str, Tensor], Tensor]:
+def _draw_blocks(blocks: Sequence[PackedGaussian], n: int) -> tuple[dict[str, Tensor], Tensor]:
     values: dict[str, Tensor] = {}
     log_q: Tensor | float = 0.0
     for block in blocks:
@@ -209,7 +241,7 @@ def log_prob_guide(guide: Any, values: Mapping[str, Tensor]) -> Tensor:
     Raises:
         ModelError: The guide is no product of Gaussians known here.
     """
-    blocks = _blocks(guide)
+    blocks = gaussian_blocks(guide)
     if blocks is None:
         raise ModelError(
             f"guide {type(guide).__name__} has no density that can be evaluated at given values; "
@@ -238,7 +270,7 @@ def approximation(guide: Any) -> dict[str, Any] | None:
           covariance: `scale` (standard deviations), with `factor` G for scale (I + G Gᵀ) scale, or
           `tril`; for matrix normals `scale` and the roots of both factors as `row.…`, `column.…`.
     """
-    blocks = _blocks(guide)
+    blocks = gaussian_blocks(guide)
     if blocks is None:
         return None
     tensors: dict[str, Tensor] = {}
@@ -259,7 +291,7 @@ def approximation(guide: Any) -> dict[str, Any] | None:
     }
 
 
-def _family(guide: Any, blocks: Sequence[_Packed]) -> str:
+def _family(guide: Any, blocks: Sequence[PackedGaussian]) -> str:
     if isinstance(guide, AutoBlocks):
         return guide.family
     names = {DiagonalRoot: "normal", LowRankRoot: "lowrank", TriangularRoot: "multivariate_normal"}

@@ -52,6 +52,13 @@ class Gaussian(Protocol):
         """Return the noise that `transform` maps to values `(…, *loc.shape)`."""
         ...
 
+    def descent(self, noise: Tensor) -> Tensor:
+        """Return −∇ log q at the value that `transform` makes of noise `(…, *loc.shape)`.
+
+        It is Σ⁻¹ (value − loc), had from the noise without a difference of close numbers.
+        """
+        ...
+
     def variance(self) -> Tensor:
         """Return the marginal variances, of the shape of one value."""
         ...
@@ -111,6 +118,10 @@ class VectorNormal(_Density):
         """Return the noise `(…, D)` that `transform` maps to values `(…, D)`."""
         return self.root.whiten((value - self.loc).unsqueeze(-1)).squeeze(-1)
 
+    def descent(self, noise: Tensor) -> Tensor:
+        """Return −∇ log q = A⁻ᵀ noise at the value of noise `(…, D)`."""
+        return self.root.whiten_adjoint(noise.unsqueeze(-1)).squeeze(-1)
+
     def variance(self) -> Tensor:
         """Return the marginal variances, `(D,)`."""
         return self.root.variance()
@@ -161,6 +172,11 @@ class MatrixNormal(_Density):
         """Return the noise `(…, out, in)` that `transform` maps to values `(…, out, in)`."""
         spread = (value - self.loc) / self.scale
         return self.column.whiten(self.row.whiten(spread).mT).mT
+
+    def descent(self, noise: Tensor) -> Tensor:
+        """Return −∇ log q = A⁻ᵀ E B⁻¹ / scale at the value of noise E `(…, out, in)`."""
+        spread = self.row.whiten_adjoint(noise)
+        return self.column.whiten_adjoint(spread.mT).mT / self.scale
 
     def variance(self) -> Tensor:
         """Return the marginal variances scale² U_ii V_jj, `(out, in)`."""

@@ -28,6 +28,10 @@ class Root(Protocol):
         """Return A⁻¹ x for x of shape `(…, n, m)`."""
         ...
 
+    def whiten_adjoint(self, x: Tensor) -> Tensor:
+        """Return A⁻ᵀ x for x of shape `(…, n, m)`."""
+        ...
+
     def log_det(self) -> Tensor:
         """Return log|A|, half the log determinant of the covariance."""
         ...
@@ -65,6 +69,10 @@ class DiagonalRoot:
 
     def whiten(self, x: Tensor) -> Tensor:
         """Return A⁻¹ x for x of shape `(…, n, m)`."""
+        return x / self.scale.unsqueeze(-1)
+
+    def whiten_adjoint(self, x: Tensor) -> Tensor:
+        """Return A⁻ᵀ x for x of shape `(…, n, m)`."""
         return x / self.scale.unsqueeze(-1)
 
     def log_det(self) -> Tensor:
@@ -106,6 +114,11 @@ class TriangularRoot:
         """Return A⁻¹ x for x of shape `(…, n, m)`."""
         noise: Tensor = torch.linalg.solve_triangular(self.tril, x, upper=False)
         return noise
+
+    def whiten_adjoint(self, x: Tensor) -> Tensor:
+        """Return A⁻ᵀ x for x of shape `(…, n, m)`."""
+        solved: Tensor = torch.linalg.solve_triangular(self.tril.mT, x, upper=True)
+        return solved
 
     def log_det(self) -> Tensor:
         """Return log|A|."""
@@ -167,6 +180,15 @@ class LowRankRoot:
         inner = torch.linalg.solve_triangular(eye + root.mT, inner, upper=True)
         noise: Tensor = x - g @ inner
         return noise
+
+    def whiten_adjoint(self, x: Tensor) -> Tensor:
+        """Return A⁻ᵀ x = S⁻¹ (I − G L⁻ᵀ (I + L)⁻¹ Gᵀ) x for x of shape `(…, n, m)`."""
+        g, root = self.factor, self._capacitance_root()
+        eye = torch.eye(root.shape[-1], dtype=root.dtype, device=root.device)
+        inner = torch.linalg.solve_triangular(eye + root, g.mT @ x, upper=False)
+        inner = torch.linalg.solve_triangular(root.mT, inner, upper=True)
+        solved: Tensor = (x - g @ inner) / self.scale.unsqueeze(-1)
+        return solved
 
     def log_det(self) -> Tensor:
         """Return log|A|."""
