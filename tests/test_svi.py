@@ -15,7 +15,7 @@ from torch import nn
 
 from pbnn import Posterior, fit_svi, predict, to_inference_data
 from pbnn.errors import ConvergenceWarning, FitError, ModelError
-from pbnn.infer import svi
+from pbnn.infer import training
 from pbnn.infer.guides import dense_moments, log_prob_guide
 from pbnn.inference_data import groups
 
@@ -306,7 +306,11 @@ def test_constants_of_a_function_model(guide):
         ({"draws": 0}, "draws=0; expected 1 or more"),
         ({"lr": 0.0}, "lr=0.0; expected a positive learning rate"),
         ({"lr": float("nan")}, "lr=nan; expected a positive learning rate"),
-        ({"compile": True}, "SVI has no compiled step yet"),
+        ({"clip": 0.0}, "clip=0.0; expected a positive norm"),
+        ({"kl_weight": 0.0}, "kl_weight=0.0; expected a positive number, 1 by rights"),
+        ({"kl_annealing": 30}, "kl_annealing=30; expected a number of steps from 0 up, and below"),
+        ({"schedule": "linear"}, "schedule='linear'; expected one of 'plateau', 'constant'"),
+        ({"init": "svi"}, "init='svi'; expected one of 'fan_in', 'map', or a state dict"),
         ({"batch_size": 0}, "batch_size=0; expected 1 or more"),
         ({"batch_size": 31}, "batch_size=31 for 30 rows; expected at most as many"),
         ({"guide": "norml"}, "guide 'norml' is unknown; use one of 'normal'"),
@@ -370,39 +374,39 @@ def test_too_few_steps_are_told_where_the_fit_was_called(toy):
 
 
 class Breaking(PyroModule):
-    """A linear model whose noise scale turns NaN after some runs."""
+    """A linear model with a constant shift, which fails where the shift is above 1."""
 
-    def __init__(self, after):
+    def __init__(self):
         super().__init__()
-        self.after = after
         self.w = PyroSample(dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        self.shift = nn.Parameter(torch.tensor(0.0))
 
     def forward(self, x, y=None):
-        f = x @ self.w
-        # Only in training does a gradient come through; the density afterwards is sound.
-        type(self).runs += self.w.requires_grad
-        noise = torch.nan if type(self).runs > self.after and self.w.requires_grad else 0.5
+        f = x @ self.w + self.shift
         with pyro.plate("data", x.shape[0]):
+            noise = torch.where(self.shift > 1, torch.nan, 0.5)
             pyro.sample("y", dist.Normal(f, noise), obs=y)
         return f
 
-    runs = 0
 
-
-def test_nan_goes_back_to_the_last_good_state(toy, monkeypatch):
-    monkeypatch.setattr(svi, "WINDOW", 20)
-    monkeypatch.setattr(Breaking, "runs", 0)
-    with pytest.warns(
-        ConvergenceWarning, match="the draws are those of the last good state"
-    ) as told:
-        posterior = fit(Breaking(after=50), toy, steps=100)
+@pytest.mark.parametrize("batch_size", [None, 15])
+def test_nan_stops_at_its_step_and_returns_the_best_state(toy, monkeypatch, batch_size):
+    """Fault 13: the data ask for a shift of 3, which the run reaches in steps of 0.02."""
+    monkeypatch.setattr(training, "WINDOW", 10)
+    with pytest.warns(ConvergenceWarning, match="the draws are those of the best state") as told:
+        posterior = fit(Breaking(), (toy[0], toy[1] + 3), steps=200, lr=0.02, batch_size=batch_size)
     assert [warning.filename for warning in told] == [__file__]
-    assert "the ELBO was not finite at step " in str(told[0].message)
-    assert "(site '" in str(told[0].message)
-    assert posterior.provenance["ended"] == "not finite"
-    assert posterior.provenance["steps_taken"] == 40
-    assert bool(posterior.history["elbo"].isfinite().all())
+    provenance, elbo = posterior.provenance, posterior.history["elbo"]
+    bad = provenance["steps_taken"]
+    assert f"the ELBO was not finite at step {bad} (site 'y')" in str(told[0].message)
+    assert provenance["ended"] == "not finite"
+    # Every step before the bad one is kept, and the best of the windows is the one returned.
+    assert elbo.shape == (bad,)
+    assert bool(elbo.isfinite().all())
+    windows = elbo[: bad // 10 * 10].reshape(-1, 10).mean(1)
+    assert provenance["best_step"] == 10 * (int(windows.argmax()) + 1)
     assert bool(posterior.draws["w"].isfinite().all())
+    assert 0.5 < posterior.constants["shift"] < 1
 
 
 @pytest.mark.parametrize("guide", ["normal", "lowrank", "kronecker"])
@@ -416,14 +420,14 @@ def test_nan_from_the_start_is_an_error_that_names_a_site(toy, guide):  # fault 
 
 
 def interrupt(monkeypatch, after):
-    step = svi._Training.step
+    take = training.Training._take_step
 
-    def interrupted(self, optimiser):
-        if len(self.terms) == after:
+    def interrupted(self, done):
+        if done == after:
             raise KeyboardInterrupt
-        step(self, optimiser)
+        return take(self, done)
 
-    monkeypatch.setattr(svi._Training, "step", interrupted)
+    monkeypatch.setattr(training.Training, "_take_step", interrupted)
 
 
 def test_ctrl_c_keeps_what_is_done(toy, monkeypatch):
