@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.sparse.linalg import LinearOperator, eigsh
 from torch import Tensor
 
 from pbnn.infer.guides.gaussians import MatrixNormal, VectorNormal, gaussian_from_tensors
@@ -83,7 +82,7 @@ class GaussianCovariance:
     def entropy(self) -> float:
         """Return the differential entropy of all unconstrained values together, in nats."""
         log_det = sum(float(gaussian.log_det()) for _, gaussian in self._blocks)
-        return self.dim / 2 * (1 + math.log(2 * math.pi)) + log_det
+        return float(self.dim / 2 * (1 + math.log(2 * math.pi)) + log_det)
 
     def effective_rank(self) -> float:
         """Return (Σλ)² / Σλ² over the eigenvalues λ of the covariance, from trace and norm alone.
@@ -92,7 +91,7 @@ class GaussianCovariance:
         """
         moments = [_trace_and_square(gaussian) for _, gaussian in self._blocks]
         trace, square = (sum(parts) for parts in zip(*moments, strict=True))
-        return trace**2 / square
+        return float(trace**2 / square)
 
     def leading_eigenvalues(self, count: int = 10) -> Tensor:
         """Return the largest eigenvalues of the covariance (variances), in falling order."""
@@ -151,7 +150,7 @@ def _marginal_log_det(gaussian: VectorNormal | MatrixNormal, columns: slice) -> 
         return _cut_log_det(gaussian.root, columns)
     rows, count = gaussian.loc.shape[0], columns.stop - columns.start
     roots = count * float(gaussian.row.log_det()) + rows * _cut_log_det(gaussian.column, columns)
-    return rows * count * float(gaussian.scale.log()) + roots
+    return float(rows * count * gaussian.scale.log() + roots)
 
 
 def _root_moments(root: Root) -> tuple[float, float]:
@@ -182,7 +181,10 @@ def _root_leading(root: Root, count: int) -> Tensor:
     if isinstance(root, DiagonalRoot):
         return root.variance().topk(min(count, n)).values
     if n <= max(_DENSE, count + 1):
-        return torch.linalg.eigvalsh(root.covariance()).flip(0)[:count]
+        exact: Tensor = torch.linalg.eigvalsh(root.covariance()).flip(0)[:count]
+        return exact
+
+    from scipy.sparse.linalg import LinearOperator, eigsh  # type: ignore[import-untyped]
 
     def times(x: Any) -> Any:
         return _times(root, torch.from_numpy(np.ascontiguousarray(x))).numpy()
@@ -207,5 +209,5 @@ def _leading(gaussian: VectorNormal | MatrixNormal, count: int) -> Tensor:
     if isinstance(gaussian, VectorNormal):
         return _root_leading(gaussian.root, count)
     rows, columns = (_root_leading(root, count) for root in (gaussian.row, gaussian.column))
-    products = gaussian.scale.square() * torch.outer(rows, columns).flatten()
+    products: Tensor = gaussian.scale.square() * torch.outer(rows, columns).flatten()
     return products.topk(min(count, len(products))).values
