@@ -40,11 +40,11 @@ class Adam:
         self.count += 1
         return lr / (1 - _FIRST**self.count), (1 - _SECOND**self.count) ** -0.5
 
-    def step(self, gradients: Sequence[Tensor], lr: float) -> None:
-        """Take a step along gradients, one for each parameter."""
+    def step(self, gradients: Sequence[Tensor], terms: Tensor, lr: float) -> None:
+        """Take a step along gradients, one for each parameter; see `update_`."""
         gradient = torch.cat([g.reshape(-1) for g in gradients])
         rate, root = self.learned.new_tensor(self.rates(lr))
-        update_(self.learned, self.first, self.second, gradient, rate, root, self.clip)
+        update_(self.learned, self.first, self.second, gradient, terms, rate, root, self.clip)
 
     def state(self) -> dict[str, Tensor]:
         """Return copies of the moments, the count, and the state of the device's generator."""
@@ -73,17 +73,21 @@ def update_(
     first: Tensor,
     second: Tensor,
     gradient: Tensor,
+    terms: Tensor,
     rate: Tensor,
     root: Tensor,
     clip: float | None = None,
 ) -> None:
-    """Take one step in place.
+    """Take one step in place; stay where terms of the loss are not finite.
+
+    So the fault can still be found at the parameters that had it.
 
     Args:
         learned: The parameters `(P,)`.
         first: Running mean of the gradient.
         second: Running mean of its square.
         gradient: Gradient of the loss.
+        terms: Terms of the loss.
         rate: Learning rate / (1 - 0.9^count), a scalar.
         root: (1 - 0.999^count)^(-1/2), a scalar.
         clip: Largest norm of the gradient.
@@ -91,6 +95,8 @@ def update_(
     if clip is not None:
         norm = torch.linalg.vector_norm(gradient)
         gradient = gradient * (clip / (norm + 1e-6)).clamp(max=1.0)
+    finite = terms.isfinite().all()
+    gradient, rate = torch.where(finite, gradient, 0), torch.where(finite, rate, 0)
     first.lerp_(gradient, 1 - _FIRST)
     second.mul_(_SECOND).addcmul_(gradient, gradient, value=1 - _SECOND)
     learned.sub_(first / second.sqrt().mul_(root).add_(_EPSILON) * rate)

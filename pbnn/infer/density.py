@@ -382,7 +382,7 @@ class Density:
                 self._fall_back(error)
                 parts = [part(lane) for lane in range(lanes)]
         return tuple(
-            torch.cat(outputs).reshape(*lead, *outputs[0].shape[1:])
+            torch.cat(outputs).reshape((*lead, *outputs[0].shape[1:]))
             for outputs in zip(*parts, strict=True)
         )
 

@@ -55,7 +55,7 @@ class EagerStep:
         loss = (kl_weight * terms[1] - terms[0]) / self._rows
         gradients = torch.autograd.grad(loss, self.parameters, materialize_grads=True)
         with torch.no_grad():
-            self._adam.step(gradients, lr)
+            self._adam.step(gradients, terms, lr)
         return terms.detach()
 
     def culprit(self) -> str:

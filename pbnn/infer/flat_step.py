@@ -45,7 +45,7 @@ class FlatStep:
         self.objective = objective
         self.bound = objective.bound
         self.parameters = list(parameters)
-        self.compiled, self.rule = False, "traced, as asked"
+        self.compiled, self.rule = False, "traced"
         self.kl = dict.fromkeys(self.bound.named("latent"), "Monte Carlo")
         self.estimator = dict.fromkeys(self.bound.named("latent"), "pathwise")
         self._clip = clip
@@ -136,7 +136,7 @@ class FlatStep:
     ) -> tuple[Tensor]:
         """Take one step in place; return the terms of the ELBO."""
         gradient, terms = self.graph(learned, noise, control, *data)
-        update_(learned, first, second, gradient, control[2], control[3], self._clip)
+        update_(learned, first, second, gradient, terms, control[2], control[3], self._clip)
         return (terms,)
 
     def _trace(self) -> FlatGraph:
@@ -148,9 +148,12 @@ class FlatStep:
         with isolated(0, self.bound.device), torch.no_grad():
             graph = trace(function, (learned, self._noise(), control, *data))
             shifted = learned + _SHIFT * torch.randn_like(learned)
-            inputs = (shifted, self._noise(), control, *data)
-            if not _agree(graph(*inputs), function(*inputs)):
-                raise FitError("its graph gives other numbers than the model itself")
+            noise = self._noise(), self._noise()
+            # Both draws at once, mapped, so that a model that reads its own values shows itself.
+            expected = function(shifted, torch.cat(noise), control, *data)
+            found = [graph(shifted, part, control, *data) for part in noise]
+        if not _agree([(a + b) / 2 for a, b in zip(*found, strict=True)], expected):
+            raise FitError("its graph gives other numbers than the model itself")
         return graph
 
 

@@ -237,7 +237,8 @@ def _quiet() -> Iterator[None]:
     log.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
+            for category in (DeprecationWarning, FutureWarning):
+                warnings.simplefilter("ignore", category)
             yield
     finally:
         log.setLevel(level)

@@ -3,8 +3,10 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import pyro
 import torch
 from pyro.infer.autoguide import AutoGuide
+from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
@@ -93,7 +95,7 @@ class Objective:
 
         Args:
             learned: All parameters in one vector.
-            noise: Standard Normal values of `noise_shape`.
+            noise: Standard Normal values of `noise_shape`, or with more rows of it.
             control: Factor of the log-likelihood in plate `data`, and weight of the KL divergence.
             *data: In the order of `names`.
 
@@ -137,7 +139,7 @@ class Objective:
         def one(draw: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
             return self._once(draw, inputs, factor)
 
-        if self.particles == 1:  # a lane axis of 1 would only make the products harder to fuse
+        if all(len(value) == 1 for value in values.values()):  # an axis of 1 only costs calls
             return one({name: value[0] for name, value in values.items()})
         both: tuple[Tensor, Tensor] = vmap(one)(dict(values))
         return both
@@ -146,7 +148,8 @@ class Objective:
         self, draw: Mapping[str, Tensor], data: tuple[Tensor, ...], factor: Tensor
     ) -> tuple[Tensor, Tensor]:
         counted = {s.name for s in self.bound.sites if s.kind in ("latent", "observed", "factor")}
-        with LaneSafe(reads=not self.batches):
+        # In an empty store: a PyroParam would be read from there instead of from its module.
+        with LaneSafe(reads=not self.batches), pyro.get_param_store().scope(), _Held():
             trace, latents = self._lane.run(_from_unconstrained(draw), data)
             trace.compute_log_prob(site_filter=lambda name, _: name in counted)
             likelihood = prior = torch.zeros((), dtype=factor.dtype, device=factor.device)
@@ -158,6 +161,14 @@ class Objective:
                     term = trace.nodes[site.name]["log_prob_sum"]
                     likelihood = likelihood + (term if site.row_dim is None else factor * term)
         return likelihood, prior
+
+
+class _Held(Messenger):  # type: ignore[misc]
+    """Gives the parameters of modules the tensors that the modules hold, past Pyro's store."""
+
+    def _pyro_param(self, msg: Any) -> None:
+        if msg["value"] is None and len(msg["args"]) > 1:
+            msg["value"], msg["done"] = msg["args"][1], True
 
 
 class _Family(nn.Module):
