@@ -88,15 +88,15 @@ def scrambled(guide, bound, size=0.5):
     return guide
 
 
-def objective_of(bound, guide, particles):
-    return Objective(bound, guide, learned(bound, guide), particles=particles, batches=False)
+def objective_of(bound, guide, particles, **options):
+    return Objective(bound, guide, learned(bound, guide), particles=particles, **options)
 
 
 def flat(objective, parameters, noise, factor=1.0, kl_weight=1.0):
     """Return gradient and terms of the loss as a pure function."""
     vector = torch.cat([p.detach().reshape(-1) for p in parameters])
     control = vector.new_tensor([factor, kl_weight])
-    data = (*objective.rows(objective.bound.x, objective.bound.y), *objective.state())
+    data = (*objective.terms.rows(*objective.example), *objective.terms.state())
     return grad(objective.loss, has_aux=True)(vector, noise, control, *data)
 
 

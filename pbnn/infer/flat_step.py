@@ -12,7 +12,7 @@ from pbnn.infer.adam import Adam, update_
 from pbnn.infer.elbo import culprit
 from pbnn.infer.graph import FlatGraph, compile_graph, trace
 from pbnn.infer.objective import Objective
-from pbnn.model import Data, isolated, take
+from pbnn.model import Data, isolated
 
 __all__ = ["FlatStep"]
 
@@ -26,7 +26,6 @@ class FlatStep:
     Args:
         objective: The loss.
         parameters: What is learned, as `objective` was given them.
-        batch_size: Rows in each call; all by default.
         clip: Largest norm of the gradient; None leaves it.
 
     Raises:
@@ -39,22 +38,18 @@ class FlatStep:
         objective: Objective,
         parameters: Sequence[Tensor],
         *,
-        batch_size: int | None = None,
         clip: float | None = None,
     ) -> None:
         self.objective = objective
         self.bound = objective.bound
         self.parameters = list(parameters)
         self.compiled, self.rule = False, "traced"
-        self.kl = dict.fromkeys(self.bound.named("latent"), "Monte Carlo")
-        self.estimator = dict.fromkeys(self.bound.named("latent"), "pathwise")
+        self.kl, self.estimator = objective.kl, objective.estimator
         self._clip = clip
-        x, y = self.bound.x, self.bound.y
-        if batch_size is not None:
-            x, y = take(x, slice(batch_size)), take(y, slice(batch_size))
-        self._state = objective.state()
+        self._state = objective.terms.state()
         self._rows: tuple[Any, Any] = (None, None)
-        self._data: tuple[Tensor, ...] = tuple(v.contiguous() for v in objective.rows(x, y))
+        rows = objective.terms.rows(*objective.example)
+        self._data: tuple[Tensor, ...] = tuple(value.contiguous() for value in rows)
         self._update: Callable[..., tuple[Tensor]] = self._eager
         self.graph = self._trace()
         self._adam = Adam(self.parameters)
@@ -116,7 +111,7 @@ class FlatStep:
 
     def _take(self, x: Data, y: Data) -> None:
         """Set the rows of the next steps: a graph holds for one shape, and does not look."""
-        rows = tuple(value.contiguous() for value in self.objective.rows(x, y))
+        rows = tuple(value.contiguous() for value in self.objective.terms.rows(x, y))
         for new, old in zip(rows, self._data, strict=True):
             if new.shape != old.shape or new.dtype != old.dtype:
                 raise FitError(

@@ -13,7 +13,7 @@ that it kept (`parameter.copy_(kept)`, in place). Adam's moments belong to the s
 """
 
 import warnings
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from pyro.infer.autoguide import AutoGuide
@@ -23,12 +23,10 @@ from pbnn.errors import FitError, PbnnWarning
 from pbnn.infer.eager_step import EagerStep, learned
 from pbnn.infer.elbo import Elbo
 from pbnn.infer.flat_step import FlatStep
-from pbnn.infer.objective import Objective
+from pbnn.infer.objective import Divergence, Estimator, Objective
 from pbnn.model import BoundModel, Data
 
-__all__ = ["Estimator", "Step", "make_step"]
-
-Estimator = Literal["pathwise", "local", "flipout"]
+__all__ = ["Divergence", "Estimator", "Step", "make_step"]
 
 # Steps from which a trace (0.6 s for a small network) is repaid: Pyro's handlers take 2 ms more.
 _TRACED_FROM = 300
@@ -99,6 +97,7 @@ def make_step(
     steps: int | None = None,
     compile: bool | None = None,
     estimator: Estimator = "pathwise",
+    divergence: Divergence = "Monte Carlo",
     clip: float | None = None,
 ) -> Step:
     """Return the quickest step that fits a model and a guide.
@@ -110,7 +109,9 @@ def make_step(
         batch_size: Rows in each call; all by default.
         steps: Steps that will be taken, which the rule on compiling counts on; None is few.
         compile: Whether inductor compiles the step; None decides by a rule of counts.
-        estimator: How noise enters.
+        estimator: How noise enters: "pathwise" by the weights; "local" (local reparameterization)
+            or "flipout" by the outputs of layers, see `pbnn.infer.local`.
+        divergence: How the KL divergence is had where it has a closed form.
         clip: Largest norm of the gradient of the loss; a longer one is cut to it.
 
     Raises:
@@ -124,9 +125,15 @@ def make_step(
     try:
         parameters = learned(bound, guide)
         objective = Objective(
-            bound, guide, parameters, particles=particles, batches=batch_size is not None
+            bound,
+            guide,
+            parameters,
+            particles=particles,
+            batch_size=batch_size,
+            estimator=estimator,
+            divergence=divergence,
         )
-        step = FlatStep(objective, parameters, batch_size=batch_size, clip=clip)
+        step = FlatStep(objective, parameters, clip=clip)
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:

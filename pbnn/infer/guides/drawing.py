@@ -49,8 +49,14 @@ class PackedGaussian:
     layout: Layout
     gaussian: VectorNormal | MatrixNormal
 
+    @property
+    def independent(self) -> bool:
+        """Whether all entries are independent."""
+        gaussian = self.gaussian
+        return isinstance(gaussian, VectorNormal) and isinstance(gaussian.root, DiagonalRoot)
+
     def by_site(self) -> "list[PackedGaussian]":
-        """Return a block for each site, where sites are independent; else the block itself."""
+        """Return a block for each site, where entries are independent; else the block itself."""
         gaussian = self.gaussian
         if not isinstance(gaussian, VectorNormal) or not isinstance(gaussian.root, DiagonalRoot):
             return [self]

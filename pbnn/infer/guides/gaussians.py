@@ -92,6 +92,10 @@ class _Density:
         ratio = (self.variance() + (self.loc - loc).square()) / scale.square()
         return 0.5 * (ratio - 1).sum() + scale.log().sum() - self.log_det()
 
+    def entropy(self: Gaussian) -> Tensor:
+        """Return the entropy, log|A| + ½ D (1 + log 2π)."""
+        return self.log_det() + 0.5 * self.loc.numel() * (1 + math.log(2 * math.pi))
+
 
 @dataclass(frozen=True)
 class VectorNormal(_Density):
