@@ -64,6 +64,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_problem(compare)
     _add_svi(compare)
     _add_nuts(compare)
+    compare.add_argument(
+        "--repeat",
+        action="store_true",
+        help="fit each guide again with another seed, as a noise floor of its distance to NUTS",
+    )
     compare.set_defaults(command=_compare)
 
     fit = commands.add_parser(
@@ -143,6 +148,7 @@ def _add_nuts(parser: argparse.ArgumentParser) -> None:
 
 def _compare(arguments: argparse.Namespace) -> None:
     from pbnn.evaluate.comparison import compare
+    from pbnn.evaluate.probes import away
 
     if not 0 < arguments.test_fraction < 1:
         raise DataError(
@@ -154,17 +160,24 @@ def _compare(arguments: argparse.Namespace) -> None:
     for guide in GUIDES:
         fits[guide] = _kept(run, guide, _fit_svi(run, data, arguments, guide))
     fits["nuts"] = _kept(run, "nuts", _fit_nuts(run, data, arguments))
+    repeats = {}
+    if arguments.repeat:
+        other = argparse.Namespace(**{**vars(arguments), "seed": arguments.seed + 1})
+        repeats = {guide: _fit_svi(run, data, other, guide) for guide in GUIDES}
     result = compare(
         fits,
         run.model,
         data.x_test,
         data.y_test,
         reference="nuts",
+        repeats=repeats,
+        elsewhere=away(data.x_test, data.x_train, seed=arguments.seed),
         units=data.preprocessor.target_units,
         seed=arguments.seed,
         device=arguments.device,
     )
     run.write_table("table", result.table)
+    run.write_table("distances", result.distances)
     print(f"\n{result}\n")
     _export(run, data, fits, result.predictions, arguments)
 

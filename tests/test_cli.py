@@ -65,13 +65,18 @@ def test_compare_prints_the_verdict_before_the_table_and_leaves_a_folder(table, 
     out = tmp_path / "run"
     status = run(
         "compare", MODELS / "regression.py", "--dataset", table, "--target", "y", "--drop", "kind",
-        "--out", out, *SMALL, *NUTS,
+        "--out", out, "--repeat", *SMALL, *NUTS,
     )  # fmt: skip
     assert status == 0
     printed = capsys.readouterr().out
     assert printed.index("reference 'nuts' not converged") < printed.index("lpd")
     scores = pd.read_csv(out / "table.csv", index_col=0)
-    assert list(scores.index) == ["normal", "lowrank", "kronecker", "nuts", "nuts (half)"]
+    guides = ["normal", "lowrank", "kronecker"]
+    floors = ["nuts (half)", *(f"{guide} (other seed)" for guide in guides)]
+    assert list(scores.index) == [*guides, "nuts", *floors]
+    apart = pd.read_csv(out / "distances.csv", index_col=[0, 1])
+    assert set(apart.index.unique("inputs")) == {"held out", "shifted", "far"}
+    assert {"epistemic_ratio", "epistemic_ratio_low", "wasserstein"} <= set(apart.columns)
     assert {"lpd", "rmse", "coverage_90", "scale_ratio", "seconds"} <= set(scores.columns)
     for name in ("normal", "lowrank", "kronecker", "nuts"):
         assert (out / f"{name}.nc").is_file()

@@ -26,6 +26,7 @@ REGRESSION = [
     "epistemic_ratio",
     "epistemic_ratio_5",
     "epistemic_ratio_95",
+    "wasserstein",
     "draws",
     "seconds",
 ]
@@ -193,6 +194,7 @@ def test_classes():
         "epistemic_ratio",
         "epistemic_ratio_5",
         "epistemic_ratio_95",
+        "wasserstein",
         "draws",
         "seconds",
     ]
@@ -207,6 +209,12 @@ def test_classes():
     assert row["ece"] == pytest.approx(float(sum(gaps)) / 50, abs=1e-5)
     assert result.table.loc["svi", "epistemic_ratio"] == pytest.approx(0.5, rel=1e-4)
     assert "scale_ratio" not in result.table
+    near = result.distances.loc[("held out", "svi")]
+    half = (0.5 * logits).softmax(-1).mean(0)
+    total_variation = 0.5 * (half - probabilities).abs().sum(1).mean().item()
+    assert near["total_variation"] == pytest.approx(total_variation, rel=1e-4)
+    same = (half.argmax(1) == probabilities.argmax(1)).double().mean().item()
+    assert near["agreement"] == same
 
 
 def test_several_outputs_in_their_own_units():
@@ -230,5 +238,6 @@ def test_comparison_prints_its_table(case):
     assert isinstance(result, Comparison)
     lines = str(result).splitlines()
     assert lines[0] == result.verdict
-    assert lines[1].split()[:2] == ["lpd", "lpd_se"]
+    assert lines[1].startswith("distances are between 1000 draws of each posterior")
+    assert lines[2].split()[:2] == ["lpd", "lpd_se"]
     assert str(replace(result, convergence=None, reference=None)).startswith("no MCMC reference")
