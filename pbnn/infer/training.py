@@ -23,7 +23,8 @@ WINDOW = 100
 CHECKPOINT_WINDOWS = 10
 # One in this many parameter values goes into the average.
 AVERAGE_EVERY = 10
-# A scale that is below this, and fell by this share over the second half of the run, collapses.
+# A scale that is below this, and fell by this share over the last quarter of the steps before the
+# last phase, collapses.
 COLLAPSED = 1e-3
 FALL = 0.1
 
@@ -293,7 +294,9 @@ class Training:
 
 
 def shrinking(scales: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Return the sites whose typical scale is below 1e-3 and was still falling as the run ended.
+    """Return the sites whose typical scale is below 1e-3 and was still falling.
+
+    That is judged before the last phase, whose small steps would hide it.
 
     Args:
         scales: Typical scale by site at the end of each window.
@@ -301,10 +304,11 @@ def shrinking(scales: Mapping[str, Sequence[float]]) -> dict[str, float]:
     Returns:
         The last scale of each such site.
     """
-    return {
-        name: values[-1]
-        for name, values in scales.items()
-        if len(values) > 3
-        and values[-1] < COLLAPSED
-        and values[-1] < (1 - FALL) * values[len(values) // 2]
-    }
+    found = {}
+    for name, values in scales.items():
+        before = values[: 2 * len(values) // 3]
+        if len(values) < 4 or values[-1] > COLLAPSED:
+            continue
+        if before[-1] < (1 - FALL) * before[3 * len(before) // 4 - 1]:
+            found[name] = values[-1]
+    return found

@@ -34,7 +34,7 @@ _NORMAL_QUARTILES = 1.349  # distance between the quartiles of N(0, 1)
 _FLAT_SCALE = 0.1  # unconstrained scale of the start under a prior that cannot be sampled
 # Short, since the optimum of a hierarchical scale is degenerate: its density has no maximum.
 _MAP_STEPS = 300
-_MAP_RATE = 0.02
+_MAP_RATE = 0.05
 
 
 def _fan_in(shape: Sequence[int]) -> int:
