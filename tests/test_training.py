@@ -208,10 +208,16 @@ def test_parameters_that_are_not_finite_are_found_too():
     assert bool(step.parameters[0].isfinite().all())
 
 
+def test_in_the_first_window_parameters_are_kept_more_often():
+    step = Counting(lambda k: (math.nan if k == 50 else -1.0, 2.0))
+    done = run(step, steps=200)
+    assert (done.ended, done.done, done.best_step) == ("not finite", 50, 32)
+    assert float(step.parameters[0][0]) == 32
+
+
 def test_nothing_good_is_an_error():
-    step = Counting(lambda k: (math.nan if k == 3 else -1.0, 2.0))
-    with pytest.raises(FitError, match=r"at step 3 \(at 3\), before any good state"):
-        run(step, steps=50)
+    with pytest.raises(FitError, match=r"at step 0 \(at 0\), before any good state"):
+        run(Counting(lambda k: (math.nan, 2.0)), steps=50)
 
 
 def test_scales_that_shrink_below_a_thousandth_and_still_fall():

@@ -106,7 +106,7 @@ class Training:
                     if not self._advance():
                         self._go_back()
                         break
-                    if self.done % WINDOW and self.done < self._end:
+                    if not self._window_is_over():
                         continue
                     if not self._close_window():
                         self._go_back()
@@ -211,6 +211,14 @@ class Training:
             for mean, parameter in zip(self._average, self.step.parameters, strict=True):
                 mean.lerp_(parameter, 1 / self.averaged)
 
+    def _window_is_over(self) -> bool:
+        """Whether to keep the parameters: at each window's end, and in the first one more often.
+
+        A run that breaks does so early as a rule, where the start was too wide or the rate high.
+        """
+        early = self.done < WINDOW and self.done.bit_count() == 1
+        return early or self.done % WINDOW == 0 or self.done >= self._end
+
     def _close_window(self) -> bool:
         """Take in the steps since the last window; return whether they and their end are finite."""
         recent = torch.stack(self._terms[self._kept["done"] :])
@@ -219,15 +227,17 @@ class Training:
         )
         if not finite:
             return False
-        for name, scale in self._measure().items():
-            self.scales.setdefault(name, []).append(scale)
         annealed = self._kept["done"] >= self.plan.kl_annealing
         value = self._elbo(len(recent)) if annealed else -math.inf
         self._kept = self._position()
-        if annealed:
-            self._windows.append(value)
         if self._best is None or value >= self._best.value:
             self._best = _Best(value, self.done, self._kept["parameters"])
+        if self.done < WINDOW:
+            return True
+        for name, scale in self._measure().items():
+            self.scales.setdefault(name, []).append(scale)
+        if annealed:
+            self._windows.append(value)
         plan = self.plan
         if plan.early_stopping and self.done < self._last_phase and is_flat(self._windows):
             self._last_phase, self._end = self.done, plan.end_after(self.done)
