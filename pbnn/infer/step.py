@@ -97,7 +97,7 @@ def make_step(
     steps: int | None = None,
     compile: bool | None = None,
     estimator: Estimator = "pathwise",
-    divergence: Divergence = "Monte Carlo",
+    divergence: Divergence = "auto",
     clip: float | None = None,
 ) -> Step:
     """Return the quickest step that fits a model and a guide.
@@ -111,7 +111,7 @@ def make_step(
         compile: Whether inductor compiles the step; None decides by a rule of counts.
         estimator: How noise enters: "pathwise" by the weights; "local" (local reparameterization)
             or "flipout" by the outputs of layers, see `pbnn.infer.local`.
-        divergence: How the KL divergence is had where it has a closed form.
+        divergence: How the KL divergence is had; see `pbnn.infer.objective.Divergence`.
         clip: Largest norm of the gradient of the loss; a longer one is cut to it.
 
     Raises:
@@ -119,7 +119,8 @@ def make_step(
         ModelError: The guide draws other sites than the model's, or draws without a gradient.
     """
     elbo = Elbo(bound, guide, particles)  # runs the guide, and refuses those that cannot be fitted
-    if compile is None and steps is not None and steps < _TRACED_FROM:
+    plain = estimator == "pathwise"
+    if plain and compile is None and steps is not None and steps < _TRACED_FROM:
         rule = f"through Pyro: {steps} steps do not repay a trace, which {_TRACED_FROM} do"
         return EagerStep(bound, elbo, clip=clip, rule=rule)
     try:
@@ -137,12 +138,14 @@ def make_step(
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        reason = _first_line(error)
-        if compile:
-            raise FitError(
-                f"compile=True, but the step cannot be traced ({reason}); leave compile out"
-            ) from error
-        return EagerStep(bound, elbo, clip=clip, rule=f"through Pyro: {reason}")
+        if plain and not compile:
+            return EagerStep(bound, elbo, clip=clip, rule=f"through Pyro: {_first_line(error)}")
+        if not plain and isinstance(error, FitError):
+            raise
+        asked = "compile=True" if plain else f"estimator={estimator!r}"
+        raise FitError(
+            f"{asked}, but the step cannot be traced ({_first_line(error)}); leave it out"
+        ) from error
     _decide(step, compile, steps)
     return step
 
