@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from model_cases import Linear, Toy, linear_data
-from pyro.infer.autoguide import AutoMultivariateNormal
+from pyro.infer.autoguide import AutoIAFNormal, AutoMultivariateNormal
 from pyro.nn import PyroModule
 from torch import nn
 
@@ -14,6 +14,7 @@ from pbnn.errors import ConvergenceWarning, FileError, FitError
 from pbnn.front_door import bind
 from pbnn.infer import training
 from pbnn.infer.batches import Batches
+from pbnn.infer.covariance import GaussianCovariance
 from pbnn.infer.guides import dense_moments
 from pbnn.infer.schedule import Plan
 from pbnn.infer.training import Training, shrinking
@@ -134,6 +135,7 @@ def test_a_weight_other_than_one_tempers_the_posterior():
         model, (x, y), guide=AutoMultivariateNormal, kl_weight=4.0, steps=1_000, lr=0.03
     )
     assert posterior.provenance["options"]["kl_weight"] == posterior.provenance["kl_weight"] == 4.0
+    assert "the KL divergence has weight 4, not 1" in posterior.provenance["notes"][0]
     mean, covariance, _ = dense_moments(posterior.approximation)
     exact_mean, exact = Linear(3, noise=model.noise * 2.0).exact(x, y)
     scale = exact.diagonal().sqrt()
@@ -384,3 +386,23 @@ def test_a_state_that_does_not_fit(toy, state, message):
 def test_a_start_that_a_guide_cannot_take(toy):
     with pytest.raises(FitError, match="init has no effect on a ready guide"):
         fit(Toy(), toy, guide=AutoMultivariateNormal(Toy()), init="map")
+
+
+@pytest.mark.parametrize(
+    "guide",
+    ["normal", "lowrank", "kronecker", "layer_lowrank", {"*": "full"}, AutoMultivariateNormal],
+)
+def test_scales_start_by_fan_in(toy, guide):
+    posterior = fit(Toy(hidden=16), toy, guide=guide, init_scale="fan_in", steps=1, lr=1e-12)
+    scales = GaussianCovariance(posterior.approximation).scales()
+    for name, fan_in in {"fc1.weight": 2, "fc2.weight": 16, "sigma": 1}.items():
+        expected = torch.full_like(scales[name], 0.02 / fan_in**0.5)
+        torch.testing.assert_close(scales[name], expected, rtol=1e-4, atol=0.0)
+
+
+def test_scales_that_cannot_start_by_fan_in(toy):
+    for options in ({"init_scale": "prior"}, {"guide": AutoMultivariateNormal(Toy())}):
+        with pytest.raises(FitError, match="expected a number, or 'fan_in'"):
+            fit(Toy(), toy, **{"init_scale": "fan_in", **options})
+    with pytest.raises(FitError, match="does not know the scales of AutoIAFNormal"):
+        fit(Toy(), toy, guide=lambda model: AutoIAFNormal(model), init_scale="fan_in")

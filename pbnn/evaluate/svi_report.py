@@ -15,7 +15,6 @@ from pbnn.front_door import bind
 from pbnn.infer.covariance import GaussianCovariance
 from pbnn.infer.density import Density
 from pbnn.infer.posterior import Posterior
-from pbnn.infer.training import shrinking
 from pbnn.model import BoundModel, Data, Model
 from pbnn.prediction import function_draws
 
@@ -292,19 +291,8 @@ def _variance(bound: BoundModel, covariance: GaussianCovariance) -> "pd.DataFram
 
 def _warnings(report: Mapping[str, Any], posterior: Posterior) -> list[str]:
     """Say what should be known before the draws are used."""
-    found = []
-    weight, sites, layers = report["kl_weight"], report["sites"], report["layers"]
-    if weight != 1:
-        found.append(
-            f"the KL divergence has weight {weight:g}, not 1: this is no approximation of the "
-            "posterior but of a tempered one"
-        )
-    if posterior.provenance.get("ended") not in (None, "steps", "plateau"):
-        found.append(f"the fit ended early ({posterior.provenance['ended']})")
-    found += [
-        f"the typical scale of {name!r} is {scale:.2g} and was still falling when the fit ended"
-        for name, scale in shrinking(posterior.provenance.get("scales", {})).items()
-    ]
+    found = list(posterior.provenance.get("notes", []))
+    sites = report["sites"]
     ratio = float((sites["scale_ratio"] * sites["values"]).sum() / sites["values"].sum())
     if report["guide"] == "normal" and ratio > 0.5 and report["signal"] < 0.5:
         found.append(
@@ -315,7 +303,7 @@ def _warnings(report: Mapping[str, Any], posterior: Posterior) -> list[str]:
         )
     found += [
         f"layer {name!r} stays at its prior: the data say nothing to it"
-        for name, row in layers.iterrows()
+        for name, row in report["layers"].iterrows()
         if row["at_prior"] > 0.9
     ]
     return found

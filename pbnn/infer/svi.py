@@ -5,7 +5,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import pyro
 import torch
@@ -18,8 +18,9 @@ from pbnn.front_door import bind, prior_values
 from pbnn.infer.batches import Batches, check_batching
 from pbnn.infer.checkpoint import Checkpoint, digest
 from pbnn.infer.density import Density
-from pbnn.infer.guides import approximation, draw_guide, make_guide
+from pbnn.infer.guides import approximation, draw_guide, make_guide, prepare_guide
 from pbnn.infer.guides.drawing import gaussian_blocks
+from pbnn.infer.guides.scales import start_scales_by_fan_in
 from pbnn.infer.guides.starts import find_start
 from pbnn.infer.posterior import Posterior, provenance
 from pbnn.infer.schedule import Plan
@@ -42,7 +43,7 @@ def fit_svi(
     | Callable[[Model], Any] = "normal",
     rank: int | None = None,
     init: str | Mapping[str, Tensor] = "fan_in",
-    init_scale: float | None = None,
+    init_scale: float | Literal["fan_in"] | None = None,
     steps: int = 10_000,
     lr: float = 0.01,
     schedule: str | Callable[[float], float] = "plateau",
@@ -82,8 +83,8 @@ def fit_svi(
         init: Where the guide's means start: "fan_in" (a prior draw no wider than the fan-in scale),
             "map" (from there a short way up the log joint), or a trained network's `state_dict`,
             whose names are those of sites, constants and buffers.
-        init_scale: Scale of the guide at the start, on the unconstrained space; each guide of ours
-            has a default that suits networks.
+        init_scale: Scale of the guide at the start, on the unconstrained space: 0.01 by default for
+            the guides named above; "fan_in" is 0.02 / sqrt(fan in) for each site.
         steps: Largest number of optimiser steps.
         lr: Learning rate of Adam at the start.
         schedule: "plateau" keeps the rate until the smoothed ELBO stops rising, or until two thirds
@@ -197,7 +198,12 @@ def fit_svi(
 
 
 def _make_guide(
-    guide: Any, bound: BoundModel, *, rank: int | None, init: Any, init_scale: float | None
+    guide: Any,
+    bound: BoundModel,
+    *,
+    rank: int | None,
+    init: str | Mapping[str, Tensor],
+    init_scale: float | str | None,
 ) -> Any:
     """Return the guide that a user's choice names, with its start."""
     if init == "fan_in" or isinstance(guide, str | Mapping) or _takes_start(guide):
@@ -209,7 +215,17 @@ def _make_guide(
         )
     if isinstance(guide, AutoGuide) and guide.prototype_trace is None:
         guide._model = (bound.model,)  # the copy in eval mode, not the caller's own
-    return make_guide(guide, bound.model, rank=rank, init_loc_fn=start, init_scale=init_scale)
+    number = None if isinstance(init_scale, str) else init_scale
+    q = make_guide(guide, bound.model, rank=rank, init_loc_fn=start, init_scale=number)
+    if isinstance(init_scale, str):
+        if init_scale != "fan_in" or isinstance(guide, AutoGuide):
+            raise FitError(
+                f"init_scale={init_scale!r}; expected a number, or 'fan_in' for a guide that is "
+                "made here"
+            )
+        prepare_guide(q, (bound.x, bound.y))
+        start_scales_by_fan_in(q)
+    return q
 
 
 def _takes_start(guide: Any) -> bool:

@@ -140,6 +140,16 @@ class Training:
             history["kl_weight"] = torch.tensor(weights, dtype=kl.dtype)
         return history
 
+    @property
+    def notes(self) -> list[str]:
+        """What every report of this fit has to say: its messages, and a KL weight that is not 1."""
+        weight = self.plan.weight(max(self.done - 1, 0))
+        tempered = (
+            f"the KL divergence has weight {weight:g}, not 1: this is no approximation of the "
+            "posterior but of a tempered one"
+        )
+        return [*([tempered] if weight != 1 else []), *self.messages]
+
     def account(self) -> dict[str, Any]:
         """Return how the run went, as plain JSON values, for the provenance."""
         account: dict[str, Any] = {
@@ -152,6 +162,8 @@ class Training:
             "kl": self.step.kl,
             "estimator": self.step.estimator,
         }
+        if self.notes:
+            account["notes"] = self.notes
         if self.best_step is not None:
             account["best_step"] = self.best_step
         if self.averaged:

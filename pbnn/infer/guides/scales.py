@@ -1,6 +1,7 @@
 """Where a guide's scales begin: by the fan-in of each site, for every Gaussian family."""
 
 import math
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from pyro.infer.autoguide import (
     AutoMultivariateNormal,
     AutoNormal,
 )
-from pyro.infer.autoguide.utils import deep_getattr, deep_setattr
+from pyro.infer.autoguide.utils import deep_setattr
 from torch import Tensor
 
 from pbnn.errors import FitError
@@ -46,7 +47,7 @@ def start_scales_by_fan_in(guide: Any) -> None:
                     block.spread.scale = block.spread.scale * shares
         elif isinstance(guide, AutoNormal):
             for name, site in guide.prototype_trace.iter_stochastic_nodes():
-                scale = deep_getattr(guide.scales, name)
+                scale = attrgetter(name)(guide.scales)
                 share = _share(torch.Size(site["fn"].shape()), guide._init_scale)
                 deep_setattr(guide.scales, name, scale * share)
         elif isinstance(
@@ -62,7 +63,7 @@ def start_scales_by_fan_in(guide: Any) -> None:
 
 
 def _share(shape: torch.Size, present: float) -> float:
-    return FAN_IN_SCALE / math.prod(shape[1:]) ** 0.5 / present
+    return float(FAN_IN_SCALE / math.prod(shape[1:]) ** 0.5 / present)
 
 
 def _packed(layout: Layout, present: float, like: Tensor) -> Tensor:
