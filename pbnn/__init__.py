@@ -11,6 +11,7 @@ from pbnn._version import __version__
 
 if TYPE_CHECKING:
     from pbnn.evaluate.comparison import compare
+    from pbnn.evaluate.svi_report import svi_report
     from pbnn.front_door import check_model
     from pbnn.infer.nuts import fit_nuts
     from pbnn.infer.posterior import Posterior
@@ -29,6 +30,7 @@ _HOMES = {
     "log_likelihood": "pbnn.prediction",
     "predict": "pbnn.prediction",
     "predictive": "pbnn.prediction",
+    "svi_report": "pbnn.evaluate.svi_report",
     "to_inference_data": "pbnn.inference_data",
 }
 
@@ -43,6 +45,7 @@ __all__ = [
     "log_likelihood",
     "predict",
     "predictive",
+    "svi_report",
     "to_inference_data",
 ]
 

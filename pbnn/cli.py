@@ -191,9 +191,22 @@ def _fit(arguments: argparse.Namespace) -> None:
     else:
         name, posterior = arguments.guide, _fit_svi(run, data, arguments, arguments.guide)
     _kept(run, name, posterior)
+    if arguments.method == "svi":
+        _report(run, data, posterior, arguments)
     units = data.preprocessor.target_units
     prediction = predict(run.model, posterior, data.x_test, units=units, device=arguments.device)
     _export(run, data, {name: posterior}, {name: prediction}, arguments)
+
+
+def _report(
+    run: "Run", data: "Dataset", posterior: "Posterior", arguments: argparse.Namespace
+) -> None:
+    """Print what an SVI fit says about itself, and keep its table of sites."""
+    from pbnn.evaluate.svi_report import svi_report
+
+    report = svi_report(posterior, run.model, data.x_train, data.y_train, device=arguments.device)
+    run.write_table("svi_sites", report.sites)
+    print(f"\n{report}\n")
 
 
 def _predict(arguments: argparse.Namespace) -> None:

@@ -4,7 +4,7 @@
     model.py       a copy of the model file
     NAME.pt        a posterior, as `Posterior.save` writes it
     NAME.nc        the same for ArviZ, with predictions for the held-out rows
-    table.csv, distances.csv, sites.csv, *.png
+    table.csv, distances.csv, sites.csv, svi_sites.csv, *.png
 
 Each file appears under its name only when it is complete.
 """
