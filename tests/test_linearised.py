@@ -50,8 +50,10 @@ def test_split_is_that_of_dense_jacobians(kind):
     known = approximation(scrambled(make_guide(kind, Network(), rank=rank), *data()))
     bound = bind(Network(), *data())
     found = linearised_variance(bound, GaussianCovariance(known))
-    for value, expected in zip(found, dense(bound, known), strict=True):
+    some = linearised_variance(bound, GaussianCovariance(known), torch.tensor([3, 0]))
+    for value, part, expected in zip(found, some, dense(bound, known), strict=True):
         torch.testing.assert_close(value, expected)
+        torch.testing.assert_close(part, expected[[3, 0]])
 
 
 def test_it_is_exact_where_f_is_linear():

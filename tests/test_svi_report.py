@@ -9,7 +9,7 @@ from pyro.infer.autoguide import AutoContinuous, AutoMultivariateNormal
 from pyro.nn import PyroModule, PyroParam
 from torch import nn
 
-from pbnn import fit_svi
+from pbnn import fit_svi, to_inference_data
 from pbnn.errors import ConvergenceWarning, ModelError
 from pbnn.evaluate.svi_report import svi_report
 from pbnn.infer.guides import dense_moments
@@ -115,6 +115,19 @@ def test_a_guide_that_is_not_gaussian_has_the_parts_that_it_can(toy):
     assert "guide AutoLaplace" in str(report)
 
 
+def test_a_model_without_rows(toy):
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        pyro.sample("y", dist.Normal(x @ w, 1.0).to_event(1), obs=y)
+        return x @ w
+
+    report = svi_report(fit(model, toy), model, *toy)
+    assert report.variance is None
+    assert report.signal != report.signal
+    assert report.sites.loc["w", "kl"] > 0
+    assert "KL" in str(report)
+
+
 def test_readable(toy):
     posterior = fit(Toy(), toy, guide="lowrank", rank=2)
     text = str(svi_report(posterior, Toy(), *toy))
@@ -127,6 +140,8 @@ def test_readable(toy):
 
 def test_a_weight_of_the_kl_is_told(toy):
     posterior = fit(Toy(), toy, kl_weight=0.1, steps=50)
+    exported = to_inference_data(posterior, model=Toy(), x=toy[0], y=toy[1])
+    assert "the KL divergence has weight 0.1, not 1" in exported.attrs["pbnn_provenance"]
     report = svi_report(posterior, Toy(), *toy)
     assert report.kl_weight == 0.1
     assert "the KL divergence has weight 0.1, not 1" in str(report)

@@ -18,7 +18,9 @@ __all__ = ["linearised_variance"]
 _BLOCK_VALUES = 2**24
 
 
-def linearised_variance(bound: BoundModel, covariance: GaussianCovariance) -> tuple[Tensor, Tensor]:
+def linearised_variance(
+    bound: BoundModel, covariance: GaussianCovariance, rows: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return Var f(x_n) ≈ gᵀ Σ g by row and output, and its diagonal part Σ_i σ_i² g_i².
 
     g is the gradient of f(x_n) at the mean of the unconstrained values. The rest of the variance
@@ -27,6 +29,7 @@ def linearised_variance(bound: BoundModel, covariance: GaussianCovariance) -> tu
     Args:
         bound: The model and its data.
         covariance: The Gaussian approximation of its posterior.
+        rows: Numbers of the rows to look at; all by default.
 
     Returns:
         Variance and its diagonal part, each `(rows, outputs)`, in float64.
@@ -36,6 +39,8 @@ def linearised_variance(bound: BoundModel, covariance: GaussianCovariance) -> tu
     """
     if bound.rows is None:
         raise ModelError("the model has no plate 'data', so f(x) has no rows to tell apart")
+    if rows is None:
+        rows = torch.arange(bound.rows)
     with isolated(0, bound.device):
         nodes = bound.run({}).nodes
         like = next(iter(bound.named("latent")))
@@ -55,7 +60,7 @@ def linearised_variance(bound: BoundModel, covariance: GaussianCovariance) -> tu
 
         parts = [
             covariance.variance_of({name: g.detach().cpu() for name, g in block.items()})
-            for block in _jacobians(f, means, bound)
+            for block in _jacobians(f, means, bound, rows.to(bound.device))
         ]
     total, diagonal = (torch.cat(values) for values in zip(*parts, strict=True))
     return total, diagonal
@@ -68,16 +73,13 @@ def _one_row(data: Any) -> Any:
 
 
 def _jacobians(
-    f: Callable[..., Tensor], means: dict[str, Tensor], bound: BoundModel
+    f: Callable[..., Tensor], means: dict[str, Tensor], bound: BoundModel, rows: Tensor
 ) -> Iterator[dict[str, Tensor]]:
     """Yield the gradients by site, block of rows by block, each `(rows, outputs, *shape)`."""
-    assert bound.rows is not None
     outputs = f(means, *(take(data, torch.tensor(0)) for data in (bound.x, bound.y))).numel()
     size = max(1, _BLOCK_VALUES // (outputs * sum(mean.numel() for mean in means.values())))
-    for start in range(0, bound.rows, size):
-        rows = slice(start, min(start + size, bound.rows))
-        data = [take(value, rows) for value in (bound.x, bound.y)]
-        yield _block(f, means, data, rows.stop - rows.start)
+    for block in rows.split(size):
+        yield _block(f, means, [take(data, block) for data in (bound.x, bound.y)], len(block))
 
 
 def _block(

@@ -25,6 +25,9 @@ __all__ = ["SviReport", "svi_report"]
 
 # Draws over which the terms of the ELBO are averaged.
 TERM_DRAWS = 200
+_BLOCK = 20
+# Rows of which the linearised variance is split, at most.
+VARIANCE_ROWS = 500
 EIGENVALUES = 10
 # Nats: below this, a value's marginal is its prior's but for a tenth of its scale.
 AT_PRIOR = 0.01
@@ -54,8 +57,8 @@ class SviReport:
         effective_rank: (Σλ)² / Σλ² over the eigenvalues of the covariance; NaN for a guide that is
             not Gaussian.
         eigenvalues: Its leading eigenvalues (variances), in falling order; empty likewise.
-        variance: By row and output the linearised variance of f(x): `total`, its `diagonal` and
-            `cross` part; None where f(x) or the guide has no such split.
+        variance: By row (at most 500, evenly spaced) and output the linearised variance of f(x):
+            `total`, its `diagonal` and `cross` part; None where f or the guide has no such split.
         signal: Share of the spread of f over draws and rows that its mean explains, in [0, 1].
         warnings: What should be known before the draws are used, one line each.
     """
@@ -146,12 +149,9 @@ def svi_report(
     )
     known = posterior.approximation
     covariance = None if known is None else GaussianCovariance(known)
-    observed, priors, unconstrained = _terms(posterior, bound)
-    if covariance is None:
-        means = {name: value.mean(0) for name, value in unconstrained.items()}
-        scales = {name: value.std(0) for name, value in unconstrained.items()}
-    else:
-        means, scales = covariance.means(), covariance.scales()
+    observed, draws = _terms(posterior, bound)
+    priors = {name: float(draws[name].mean()) for name in bound.named("latent")}
+    means, scales = _moments(posterior, bound, covariance)
     prior = prior_moments(bound, means)
     if covariance is not None:
         priors |= prior.expected_log_density(means, scales)
@@ -163,9 +163,6 @@ def svi_report(
     kl = log_q - sum(priors.values())
     weight = float(posterior.provenance.get("kl_weight", 1.0))
     log_ratio = (posterior.stats["lp"] - posterior.stats["log_q"]).double().flatten()
-    f = function_draws(model, posterior.select(draws=slice(TERM_DRAWS)), x, device=device)
-    f = f.double().flatten(0, 1)
-    spread = f.mean(0).var(0, correction=0).sum(), f.var(0, correction=0).mean(0).sum()
     report: dict[str, Any] = {
         "guide": _guide_name(posterior),
         "expected_log_likelihood": likelihood,
@@ -182,7 +179,7 @@ def svi_report(
             [] if covariance is None else covariance.leading_eigenvalues(EIGENVALUES).tolist()
         ),
         "variance": None if covariance is None else _variance(bound, covariance),
-        "signal": float(spread[0] / sum(spread)),
+        "signal": float("nan") if bound.rows is None else _signal(posterior, model, x, device),
     }
     return SviReport(**report, warnings=tuple(_warnings(report, posterior)))
 
@@ -193,16 +190,19 @@ def _guide_name(posterior: Posterior) -> str:
     return str(posterior.provenance.get("options", {}).get("guide", "unknown"))
 
 
-def _terms(
-    posterior: Posterior, bound: BoundModel
-) -> tuple["pd.DataFrame", dict[str, float], dict[str, Tensor]]:
-    """Return the log-likelihood by site, mean log priors, and unconstrained draws by site."""
+def _terms(posterior: Posterior, bound: BoundModel) -> tuple["pd.DataFrame", "pd.DataFrame"]:
+    """Return the log-likelihood by site, and the log density by site of each draw."""
     import pandas as pd
 
     density = Density(bound, chains=0, compile=False)
-    z = density.unconstrain(posterior.flat(0, TERM_DRAWS))
-    draws = pd.DataFrame([density.site_log_densities(point) for point in z])
-    lp = posterior.stats["lp"].flatten()[: len(draws)].double().numpy()
+    count = min(TERM_DRAWS, posterior.chains * posterior.draws_per_chain)
+    points = (
+        point
+        for start in range(0, count, _BLOCK)
+        for point in density.unconstrain(posterior.flat(start, min(start + _BLOCK, count)))
+    )
+    draws = pd.DataFrame([density.site_log_densities(point) for point in points])
+    lp = posterior.stats["lp"].flatten()[:count].double().numpy()
     gap = abs(draws.sum(axis=1) - lp).max()
     if not gap <= 1e-3 * max(1.0, abs(lp).max()):
         raise ModelError(
@@ -213,15 +213,34 @@ def _terms(
     observed = pd.DataFrame(
         {
             "expected_log_likelihood": draws[names].mean(),
-            "error": draws[names].std() / len(draws) ** 0.5,
+            "error": draws[names].std() / count**0.5,
         }
     ).rename_axis("site")
-    priors = {name: float(draws[name].mean()) for name in bound.named("latent")}
-    unconstrained = {
-        site.name: z[:, site.slice].reshape(-1, *site.unconstrained_shape).double().cpu()
-        for site in density.sites
-    }
-    return observed, priors, unconstrained
+    return observed, draws
+
+
+def _moments(
+    posterior: Posterior, bound: BoundModel, covariance: GaussianCovariance | None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return means and scales by site on the unconstrained space: the guide's, or its draws'."""
+    if covariance is not None:
+        return covariance.means(), covariance.scales()
+    density = Density(bound, chains=0, compile=False)
+    z = density.unconstrain(posterior.flat()).double().cpu()
+    shapes = {site.name: (site.slice, site.unconstrained_shape) for site in density.sites}
+    means, scales = (
+        {name: value[part].reshape(shape) for name, (part, shape) in shapes.items()}
+        for value in (z.mean(0), z.std(0))
+    )
+    return means, scales
+
+
+def _signal(posterior: Posterior, model: Model, x: Data, device: Any) -> float:
+    """Return the share of the spread of f over draws and rows that its mean explains."""
+    f = function_draws(model, posterior.select(draws=slice(TERM_DRAWS)), x, device=device)
+    f = f.double().flatten(0, 1)
+    between, within = f.mean(0).var(0, correction=0).sum(), f.var(0, correction=0).mean(0).sum()
+    return float(between / (between + within))
 
 
 def _sites(
@@ -279,12 +298,17 @@ def _layers(sites: "pd.DataFrame") -> "pd.DataFrame":
 def _variance(bound: BoundModel, covariance: GaussianCovariance) -> "pd.DataFrame | None":
     import pandas as pd
 
+    if bound.rows is None:
+        return None
+    # Evenly spaced, as probe inputs are elsewhere.
+    count = min(bound.rows, VARIANCE_ROWS)
+    rows = torch.linspace(0, bound.rows - 1, count, dtype=torch.float64).round().long().unique()
     try:
-        total, diagonal = linearised_variance(bound, covariance)
+        total, diagonal = linearised_variance(bound, covariance, rows)
     except ModelError:
         return None
-    rows, outputs = total.shape
-    index = pd.MultiIndex.from_product([range(rows), range(outputs)], names=["row", "output"])
+    names = [rows.tolist(), range(total.shape[1])]
+    index = pd.MultiIndex.from_product(names, names=["row", "output"])
     columns = {"total": total, "diagonal": diagonal, "cross": total - diagonal}
     return pd.DataFrame({k: v.flatten().numpy() for k, v in columns.items()}, index=index)
 

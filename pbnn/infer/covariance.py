@@ -191,7 +191,7 @@ def _root_leading(root: Root, count: int) -> Tensor:
 
     operator = LinearOperator((n, n), matvec=times, dtype=np.float64)
     # A fixed start: the same bits at each call.
-    values = eigsh(operator, k=count, v0=np.ones(n), return_eigenvectors=False)
+    values = eigsh(operator, k=count, v0=np.ones(n), tol=1e-9, return_eigenvectors=False)
     return torch.from_numpy(np.sort(values)[::-1].copy())
 
 
