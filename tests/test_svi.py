@@ -311,6 +311,7 @@ def test_constants_of_a_function_model(guide):
         ({"kl_annealing": 30}, "kl_annealing=30; expected a number of steps from 0 up, and below"),
         ({"schedule": "linear"}, "schedule='linear'; expected one of 'plateau', 'constant'"),
         ({"init": "svi"}, "init='svi'; expected one of 'fan_in', 'map', or a state dict"),
+        ({"resume": True}, "resume=True goes on from a checkpoint; pass checkpoint=FOLDER too"),
         ({"batch_size": 0}, "batch_size=0; expected 1 or more"),
         ({"batch_size": 31}, "batch_size=31 for 30 rows; expected at most as many"),
         ({"guide": "norml"}, "guide 'norml' is unknown; use one of 'normal'"),

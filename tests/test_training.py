@@ -95,6 +95,14 @@ def test_other_schedules(schedule, rate):
     assert [lr for _, _, lr in step.calls] == pytest.approx([rate(k) for k in range(100)])
 
 
+def test_a_schedule_is_recorded_by_name(toy):
+    def falling(share):
+        return 1 - share
+
+    options = fit(Toy(), toy, schedule=falling).provenance["options"]
+    assert options["schedule"].endswith("falling")
+
+
 def test_another_schedule_ends_on_the_plateau_itself():
     done = run(Counting(), steps=30_000, schedule="constant", early_stopping=True)
     assert (done.ended, done.done) == ("plateau", 1_000)

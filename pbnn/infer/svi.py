@@ -5,6 +5,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import pyro
@@ -29,6 +30,34 @@ from pbnn.infer.training import Training
 from pbnn.model import BoundModel, Data, Model, isolated
 
 __all__ = ["fit_svi"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _StepOptions:
+    """What one step is made of, checked; see `fit_svi`."""
+
+    particles: int
+    batch_size: int | None
+    estimator: Estimator
+    clip: float | None
+
+    def __post_init__(self) -> None:
+        if self.particles < 1:
+            raise FitError(f"particles={self.particles}; expected 1 or more")
+        if self.clip is not None and not self.clip > 0:
+            raise FitError(f"clip={self.clip}; expected a positive norm")
+
+    def make(self, bound: BoundModel, guide: Any, steps: int, compile: bool | None) -> Step:
+        return make_step(
+            bound,
+            guide,
+            particles=self.particles,
+            batch_size=self.batch_size,
+            steps=steps,
+            compile=compile,
+            estimator=self.estimator,
+            clip=self.clip,
+        )
 
 
 def fit_svi(
@@ -133,13 +162,15 @@ def fit_svi(
         early_stopping=early_stopping,
         average=average,
     )
+    if draws < 1:
+        raise FitError(f"draws={draws}; expected 1 or more")
+    if resume and checkpoint is None:
+        raise FitError("resume=True goes on from a checkpoint; pass checkpoint=FOLDER too")
     if particles is None:
         particles = 1 if batch_size is None else 2
-    for name, value in {"particles": particles, "draws": draws}.items():
-        if value < 1:
-            raise FitError(f"{name}={value}; expected 1 or more")
-    if clip is not None and not clip > 0:
-        raise FitError(f"clip={clip}; expected a positive norm")
+    options = _StepOptions(
+        particles=particles, batch_size=batch_size, estimator=estimator, clip=clip
+    )
     bound = bind(model, x, y, device=device, dtype=dtype)
     _check_supports(bound)
     if batch_size is not None:
@@ -150,10 +181,7 @@ def fit_svi(
         "init": init if isinstance(init, str) else "state_dict",
         "init_scale": init_scale,
         **plan.plain(),
-        "particles": particles,
-        "batch_size": batch_size,
-        "estimator": estimator,
-        "clip": clip,
+        **vars(options),
     }
     started = time.perf_counter()
     # What is not finite is found in the ELBO, where the fit can go back to its best state.
@@ -161,16 +189,7 @@ def fit_svi(
         q = _make_guide(guide, bound, rank=rank, init=init, init_scale=init_scale)
         if not isinstance(guide, str | Mapping):
             settings["guide"] = type(q).__name__
-        step = make_step(
-            bound,
-            q,
-            particles=particles,
-            batch_size=batch_size,
-            steps=steps,
-            compile=compile,
-            estimator=estimator,
-            clip=clip,
-        )
+        step = options.make(bound, q, steps, compile)
         training = Training(step, Batches(bound, batch_size, seed), plan, lambda: _scales(q))
         saved = None
         if checkpoint is not None:
