@@ -115,6 +115,21 @@ def test_a_guide_that_is_not_gaussian_has_the_parts_that_it_can(toy):
     assert "guide AutoLaplace" in str(report)
 
 
+def test_a_flat_prior_is_infinitely_wide(toy):
+    def model(x, y=None):
+        w = pyro.sample("w", dist.ImproperUniform(dist.constraints.real_vector, (), (2,)))
+        f = x @ w
+        with pyro.plate("data", x.shape[0]):
+            pyro.sample("y", dist.Normal(f, 0.5), obs=y)
+        return f
+
+    posterior = fit(model, toy, init={"w": torch.tensor([1.0, -1.0])})
+    report = svi_report(posterior, model, *toy)
+    assert report.sites.loc["w", "scale_ratio"] == 0.0
+    assert report.layers.loc["(top)", "at_prior"] == 0.0
+    assert len(report.variance) == 30
+
+
 def test_a_model_without_rows(toy):
     def model(x, y=None):
         w = pyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))

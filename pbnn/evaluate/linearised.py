@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.func import jacrev, vmap
 
 from pbnn.errors import ModelError
+from pbnn.front_door import prior_values
 from pbnn.infer.covariance import GaussianCovariance
 from pbnn.model import BoundModel, isolated, run, take
 
@@ -42,7 +43,8 @@ def linearised_variance(
     if rows is None:
         rows = torch.arange(bound.rows)
     with isolated(0, bound.device):
-        nodes = bound.run({}).nodes
+        with prior_values(bound.dtype, bound.device):
+            nodes = bound.run({}).nodes
         like = next(iter(bound.named("latent")))
         kind = nodes[like]["value"]
         means = {name: mean.to(kind) for name, mean in covariance.means().items()}

@@ -83,7 +83,9 @@ def prior_moments(bound: BoundModel, means: Mapping[str, Tensor]) -> PriorMoment
                 draws[name].append(biject_to(nodes[name]["fn"].support).inv(nodes[name]["value"]))
     for name, drawn in draws.items():
         stacked = torch.stack(drawn).double()
-        moments[name] = stacked.mean(0), stacked.std(0)
+        scale = stacked.std(0)
+        # A flat prior has no draws but the middle of its support.
+        moments[name] = stacked.mean(0), torch.where(scale > 0, scale, torch.inf)
     own = {
         name: tuple(value.double().cpu().expand(means[name].shape) for value in pair)
         for name, pair in moments.items()

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributions import biject_to
 
 from pbnn.errors import FitError
+from pbnn.front_door import prior_values
 from pbnn.infer.density import Density
 from pbnn.infer.guides.sites import is_real
 from pbnn.model import BoundModel
@@ -183,7 +184,8 @@ def init_to_map(bound: BoundModel) -> Start:
 def _by_site(state: Mapping[str, Tensor], bound: BoundModel) -> dict[str, Tensor]:
     """Return a state dict's values by latent site; set the rest of it in the model."""
     latent, held = bound.named("latent"), bound.model.state_dict(keep_vars=True)
-    nodes = bound.run({}).nodes
+    with prior_values(bound.dtype, bound.device):
+        nodes = bound.run({}).nodes
     found: dict[str, Tensor] = {}
     for key, given in state.items():
         name = key.removesuffix("_unconstrained") if key not in held else key
