@@ -7,6 +7,7 @@ import torch
 from model_cases import Linear, Toy, linear_data, prior_posterior, set_priors
 from pyro.infer.autoguide import AutoContinuous, AutoMultivariateNormal
 from pyro.nn import PyroModule, PyroParam
+from test_contract import MODELS, fitted, problem
 from torch import nn
 
 from pbnn import fit_svi, to_inference_data
@@ -239,3 +240,17 @@ def test_other_rows_than_those_of_the_fit_are_refused(toy):
     posterior = fit(Toy(), toy)
     with pytest.raises(ModelError, match="pass the model, x and y that were fitted"):
         svi_report(posterior, Toy(), toy[0][:20], toy[1][:20])
+
+
+@pytest.mark.parametrize("guide", ["normal", "lowrank", "kronecker"])
+@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
+def test_every_model_file_and_guide_has_a_report(path, guide):
+    model, x, y = problem(path)
+    posterior = fitted(path, guide, seed=3)
+    report = svi_report(posterior, model, x, y)
+    outputs = model(x).reshape(len(x), -1).shape[1]
+    assert len(report.variance) == len(x) * outputs
+    assert list(report.sites.index) == list(posterior.draws)
+    assert report.kl > 0
+    assert report.khat != report.khat  # ten draws have no tail
+    assert "ELBO" in str(report)
