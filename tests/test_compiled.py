@@ -1,8 +1,13 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from density_cases import schools
+from model_cases import Toy
 
-from pbnn.infer.compiled import compile_step
+from pbnn.front_door import bind
+from pbnn.infer.compiled import compile_step, group_size, worth_compiling_step
+from pbnn.infer.density import Density
 from pbnn.infer.engine import Engine, eager
 from pbnn.infer.lanes import Rule
 from pbnn.infer.options import Options
@@ -56,6 +61,60 @@ def test_compiled_runs_repeat_and_go_on_from_checkpoints(tmp_path):
     stop = False
     result = sample(schools, start, OPTIONS, stepper=stepper, checkpoint=tmp_path, resume=True)
     assert torch.equal(result.draws, whole.draws)
+
+
+def test_lanes_in_groups_draw_the_same_on_one_thread_and_on_two():
+    def stepper(group):
+        return lambda engine: compile_step(lambda z: schools(z), (), engine, group)
+
+    def run(group, threads):
+        torch.set_num_threads(threads)
+        try:
+            result = sample(schools, six, options, stepper=stepper(group))
+            assert torch.get_num_threads() == threads
+        finally:
+            torch.set_num_threads(1)
+        return result.draws
+
+    def six():
+        return torch.linspace(-1, 1, 60, dtype=torch.float64).reshape(6, 10)
+
+    options = Options(warmup=0, draws=6, step_size=0.2, rule=Rule(max_tree_depth=5))
+    one, two = run(2, 1), run(2, 2)
+    assert torch.equal(one, two)
+    assert torch.allclose(one, sample(schools, six, options).draws, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("values", "chains", "size"),
+    [
+        (80_000, 1, 1),
+        (80_000, 4, 2),  # two threads' worth
+        (80_000, 16, 4),  # what the cache holds
+        (80_000, 64, 4),
+        (80_000, 6, 3),
+        (80_000, 7, 7),  # no good divisor
+        (10**7, 16, 1),
+        (200, 16, 16),  # too little work for a second call
+        (200, 4096, 2048),
+    ],
+)
+def test_groups_hold_what_the_cache_holds(values, chains, size):
+    assert group_size(SimpleNamespace(values=values * chains), chains) == size
+
+
+@pytest.mark.parametrize("chains", [1, 4])
+def test_few_draws_of_a_small_model_are_not_compiled(chains):
+    # Compile time counts: examples/benchmark_nuts.py prints what it costs beside what it saves.
+    x = torch.randn(30, 2)
+    density = Density(bind(Toy(), x, x[:, 0]), chains=chains, compile=False)
+    graph = density._prepare(chains)
+    few, reason = worth_compiling_step(graph, density.dim, 200)
+    assert not few
+    assert reason.startswith("not compiled: ")
+    many, reason = worth_compiling_step(graph, density.dim, 20_000)
+    assert many
+    assert reason.startswith("compiled: ")
 
 
 @pytest.mark.cuda

@@ -1,6 +1,12 @@
-"""The step of all lanes as one compiled function that updates their state in place."""
+"""The step of some lanes as one compiled function that updates their state in place.
+
+Lanes are taken in groups of one size: a group's tensors stay in the cache over a block of
+leapfrogs, one compiled function serves all groups, and groups run on as many threads as torch
+has. The size follows from the density alone, so that no thread count can change a draw.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +22,7 @@ from pbnn.infer.lanes import UNIFORMS, Lanes
 from pbnn.infer.noise import both
 from pbnn.infer.transition import next_momentum, step
 
-__all__ = ["compile_step", "worth_compiling_step"]
+__all__ = ["compile_step", "group_size", "worth_compiling_step"]
 
 _FIELDS = len(Lanes._fields)
 _STATE = _FIELDS + len(Ring._fields)
@@ -26,6 +32,9 @@ _STATE = _FIELDS + len(Ring._fields)
 _CALL, _VALUE, _START, _LOWER, _PART = 5e-6, 1e-9, 5.0, 0.03, 0.8
 _EAGER_CALLS, _TRACED_CALLS = 300, 450
 """Calls of the tree and the adaptation in an eager step, and in a traced one."""
+_CACHED, _THREAD = 2**19, 2**14
+"""Values of the density that a group may write (2 MB in float32), and those of a lane from which it
+is worth a thread to itself."""
 
 
 def worth_compiling_step(graph: FlatGraph, dim: int, draws: int) -> tuple[bool, str]:
@@ -50,8 +59,32 @@ def worth_compiling_step(graph: FlatGraph, dim: int, draws: int) -> tuple[bool, 
     )
 
 
+def group_size(graph: FlatGraph, chains: int) -> int:
+    """Return how many lanes a compiled step takes together, by counts alone.
+
+    Args:
+        graph: The graph of the log density and gradient of all chains.
+        chains: Number of chains.
+
+    Returns:
+        A divisor of `chains`: as many lanes as the cache holds, and no more than half of them
+        where the work of a lane is worth a thread.
+    """
+    values = graph.values // chains
+    most = max(1, _CACHED // max(1, values))
+    if values >= _THREAD:
+        most = min(most, (chains + 1) // 2)
+    divisors = [size for size in range(1, chains + 1) if chains % size == 0]
+    fitting = max(size for size in divisors if size <= most or size == 1)
+    # A number without good divisors, such as 7, stays whole sooner than it falls into ones.
+    return fitting if 2 * fitting >= min(most, chains) else chains
+
+
 def compile_step(
-    graph: Callable[..., tuple[Tensor, Tensor]], data: Sequence[Tensor], engine: Engine
+    graph: Callable[..., tuple[Tensor, Tensor]],
+    data: Sequence[Tensor],
+    engine: Engine,
+    group: int | None = None,
 ) -> Stepper:
     """Compile the density together with the tree, for the shapes of an engine's state.
 
@@ -59,6 +92,8 @@ def compile_step(
         graph: Pure function of positions and data; returns log density and gradient.
         data: Its further arguments.
         engine: The engine, whose tensors the compiled function then writes in place.
+        group: Number of lanes that go together, a divisor of the number of lanes; `graph` must
+            then take so many. By default all.
 
     Returns:
         A stepper that returns the tensors of the engine, updated.
@@ -86,15 +121,49 @@ def compile_step(
                 old.copy_(value)
         return ()
 
-    inputs = (*engine.lanes, *engine.ring, *data)
+    state = (*engine.lanes, *engine.ring)
+    chains = len(engine.ring.used)
+    group = group or chains
+    groups = [
+        (*(value[first : first + group] for value in state), *data)
+        for first in range(0, chains, group)
+    ]
+    graph(groups[0][Lanes._fields.index("z")], *data)  # what it keeps for these shapes it makes now
     with _cached():
-        run = compile_graph(update, inputs)
-    if inputs[0].is_cuda:
-        return _recorded(run, inputs)
+        # Groups are what runs side by side; a kernel that did so within would get in their way.
+        run = compile_graph(update, groups[0], {"cpp.threads": 1} if len(groups) > 1 else None)
+    if state[0].is_cuda:
+        return _recorded(run, groups[0])
+    if len(groups) > 1:
+        return _in_groups(run, groups)
 
     def take(lanes: Lanes, ring: Ring, steps: int) -> tuple[Lanes, Ring]:
         for _ in range(steps):
-            run(*inputs)
+            run(*groups[0])
+        return lanes, ring
+
+    return take
+
+
+def _in_groups(run: Callable[..., Any], groups: Sequence[tuple[Tensor, ...]]) -> Stepper:
+    """Take a block of leapfrogs group by group, on as many threads as torch has."""
+    threads = min(torch.get_num_threads(), len(groups))
+    pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
+
+    def take(lanes: Lanes, ring: Ring, steps: int) -> tuple[Lanes, Ring]:
+        def block(group: tuple[Tensor, ...]) -> None:
+            for _ in range(steps):
+                run(*group)
+
+        if threads == 1:
+            for group in groups:
+                block(group)
+            return lanes, ring
+        before = torch.get_num_threads()
+        for done in [pool.submit(block, group) for group in groups]:
+            done.result()
+        # What a worker sets for itself is also what threads to come begin with.
+        torch.set_num_threads(before)
         return lanes, ring
 
     return take

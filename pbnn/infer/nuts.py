@@ -12,7 +12,7 @@ from torch import Tensor
 from pbnn.errors import ConvergenceWarning, FitError, PbnnWarning
 from pbnn.front_door import bind
 from pbnn.infer.checkpoint import digest
-from pbnn.infer.compiled import compile_step, worth_compiling_step
+from pbnn.infer.compiled import compile_step, group_size, worth_compiling_step
 from pbnn.infer.density import Density
 from pbnn.infer.engine import Engine, Stepper, eager
 from pbnn.infer.lanes import Rule
@@ -120,7 +120,7 @@ def fit_nuts(
             density.value_and_grad,
             lambda: find_starts(density, init, model, chains, seed),
             options,
-            stepper=_stepper(density, must=compile is True) if compiled else None,
+            stepper=_stepper(density, chains, must=compile is True) if compiled else None,
             checkpoint=checkpoint,
             resume=resume,
             identity=_identity(bound, chains, init, compiled) if checkpoint else None,
@@ -161,12 +161,14 @@ def _whether_to_compile(
     return worth_compiling_step(density._prepare(chains), density.dim, options.transitions)
 
 
-def _stepper(density: Density, *, must: bool) -> Callable[[Engine], Stepper]:
+def _stepper(density: Density, chains: int, *, must: bool) -> Callable[[Engine], Stepper]:
     """Return what compiles the step; where that fails, steps run eagerly unless they must not."""
+    on_cpu = density.device.type == "cpu"
+    group = group_size(density._prepare(chains), chains) if on_cpu else chains
 
     def make(engine: Engine) -> Stepper:
         try:
-            return compile_step(density.graph, density.data_tensors, engine)
+            return compile_step(density.graph, density.data_tensors, engine, group)
         except FitError as error:
             if must:
                 raise
