@@ -10,7 +10,7 @@ from torch.func import functionalize, grad
 from pbnn.errors import FitError
 from pbnn.infer.adam import Adam, update_
 from pbnn.infer.elbo import culprit
-from pbnn.infer.graph import FlatGraph, compile_graph, trace
+from pbnn.infer.graph import FlatGraph, compile_graph, disk_cache, trace
 from pbnn.infer.objective import Objective
 from pbnn.model import Data, isolated
 
@@ -85,7 +85,8 @@ class FlatStep:
             control = adam.learned.new_tensor([1.0, 1.0, 0.01, 1.0])
             held = (adam.learned, adam.first, adam.second, self._noise(), control)
             inputs = (*held, *self._data, *self._state)
-            compiled = compile_graph(functionalize(self._eager), inputs)
+            with disk_cache():
+                compiled = compile_graph(functionalize(self._eager), inputs)
             found, expected = ([v.clone() for v in inputs] for _ in range(2))
             found += compiled(*found)
             expected += self._eager(*expected)

@@ -9,15 +9,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from pbnn.errors import FitError
 from pbnn.infer.rewrite import Rewriter, share
 
-__all__ = ["CudaGraph", "FlatGraph", "LaneSafe", "compile_graph", "trace", "worth_compiling"]
+__all__ = [
+    "CudaGraph",
+    "FlatGraph",
+    "LaneSafe",
+    "compile_graph",
+    "disk_cache",
+    "trace",
+    "worth_compiling",
+]
 
 _READS = (
     Tensor.__bool__,
@@ -227,6 +238,14 @@ def _inductor(
     # Past the wrapper that only GPUs need, which costs as much as a small kernel.
     call: Callable[[list[Tensor]], Any] = compiled
     return getattr(compiled, "current_callable", None) or call if native else call
+
+
+@contextmanager
+def disk_cache() -> Iterator[None]:
+    """Let inductor look into its cache on disk: it does so where there is a shape environment."""
+    fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    with tracing(TracingContext(fake)):
+        yield
 
 
 @contextmanager

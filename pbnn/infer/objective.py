@@ -125,6 +125,8 @@ class Objective:
         blocks: list[PackedGaussian] = functional_call(self._family, held, ())
         if self._mirrored:
             noise = torch.cat([noise, -noise])
+        elif len(noise) == 1:
+            noise = noise[0]  # an axis of 1 only costs calls
         draws, log_q, score = self._draw(blocks, noise)
         means, moments = self._moments(blocks)
 
@@ -133,11 +135,8 @@ class Objective:
             mode = self._layer_noise(values, means, moments, outer)
             return self.terms(values, constants, data, control[0], moments=moments, mode=mode)
 
-        outer = noise[:, sum(self._sizes) :]
-        if len(noise) == 1:  # an axis of 1 only costs calls
-            likelihood, prior = one({name: draw[0] for name, draw in draws.items()}, outer[0])
-        else:
-            likelihood, prior = vmap(one)(draws, outer)
+        over = one if noise.ndim == 1 else vmap(one)
+        likelihood, prior = over(draws, noise[..., sum(self._sizes) :])
         likelihood, kl = likelihood.mean(), (log_q - prior).mean()
         surrogate = control[1] * (score - prior).mean() - likelihood
         return surrogate / (self.bound.rows or 1), torch.stack([likelihood, kl])
@@ -212,18 +211,19 @@ class Objective:
         """
         values: dict[str, Tensor] = {}
         log_q = score = noise.new_zeros(())
-        parts = noise.split([*self._sizes, noise.shape[1] - sum(self._sizes)], 1)
+        parts = noise.split([*self._sizes, noise.shape[-1] - sum(self._sizes)], -1)
         for block, size, part in zip(blocks, self._sizes, parts[:-1], strict=True):
             gaussian = block.gaussian
             if size:
-                part = part.reshape(-1, *gaussian.loc.shape)
+                part = part.reshape(*noise.shape[:-1], *gaussian.loc.shape)
                 value, density = gaussian.transform(part)
                 values.update(block.layout.unpack(value))
             if self._closed.issuperset(block.layout.sites):
                 log_q, score = log_q - gaussian.entropy(), score - gaussian.entropy()
             else:
                 log_q = log_q + density
-                score = score - (gaussian.descent(part).detach() * value).flatten(1).sum(1)
+                downhill = gaussian.descent(part).detach() * value
+                score = score - downhill.flatten(noise.ndim - 1).sum(-1)
         return values, log_q, score
 
     def _moments(self, blocks: Sequence[PackedGaussian]) -> tuple[dict[str, Tensor], Moments]:
