@@ -19,7 +19,7 @@ from torch.func import grad
 from torch.overrides import TorchFunctionMode
 
 import pbnn
-from pbnn.errors import FitError
+from pbnn.errors import FitError, PbnnWarning
 from pbnn.front_door import bind
 from pbnn.infer.adam import Adam
 from pbnn.infer.density import Density
@@ -255,6 +255,44 @@ def test_traced_compiled_and_pyros_step_go_the_same_way(inside, options):
         torch.testing.assert_close(terms, results[0][0], rtol=1e-7, atol=1e-7)
         for a, b in zip(parameters, results[0][1], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("guide", GUIDES)
+@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
+def test_compiled_steps_equal_traced_ones(path, guide, inside):
+    """In batches, with mirrored pairs; the parameters after 20 steps, in float64."""
+    bound = bound_to(path)
+    results = []
+    for compile in (False, True):
+        options = {"compile": compile, "particles": 2, "batch_size": 6}
+        step = fresh(bound, GUIDES[guide], **options)
+        rows = [slice(0, 6), slice(6, 12)] * 10
+        results.append([step(bound.x[r], bound.y[r], 2.0, lr=0.01) for r in rows])
+        results[-1] += [p.detach().clone() for p in step.parameters]
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_the_rule_on_compiling_counts(inside, monkeypatch):
+    """Never a timing: the same counts give the same decision and the same words."""
+    bound = bind(Linear(2), *linear_data(20, 2))
+    asked = []
+    monkeypatch.setattr(FlatStep, "compile", lambda step: asked.append(step))
+    few, many = fresh(bound, steps=1000), fresh(bound, steps=10**6)
+    assert few.rule.startswith("traced, not compiled: 1000 steps of a graph of ")
+    assert many.rule.startswith("traced, compiled: 1000000 steps of a graph of ")
+    assert asked == [many]
+
+    def fails(step):
+        raise FitError("inductor could not compile")
+
+    monkeypatch.setattr(FlatStep, "compile", fails)
+    with pytest.warns(PbnnWarning, match="could not compile; going on uncompiled"):
+        step = fresh(bound, steps=10**6)
+    assert step.rule == "traced, not compiled: inductor could not compile"
+    with pytest.raises(FitError, match="could not compile"):
+        fresh(bound, compile=True)
 
 
 @pytest.mark.parametrize("steps", [10, 1000])
