@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from pbnn.infer.svi import fit_svi
     from pbnn.inference_data import to_inference_data
     from pbnn.model import load_model
-    from pbnn.prediction import log_likelihood, predict, predictive
+    from pbnn.prediction import log_likelihood, predict, predictive, prior_predictive
+    from pbnn.prior_draws import sample_prior
 
 _HOMES = {
     "Posterior": "pbnn.infer.posterior",
@@ -30,6 +31,8 @@ _HOMES = {
     "log_likelihood": "pbnn.prediction",
     "predict": "pbnn.prediction",
     "predictive": "pbnn.prediction",
+    "prior_predictive": "pbnn.prediction",
+    "sample_prior": "pbnn.prior_draws",
     "svi_report": "pbnn.evaluate.svi_report",
     "to_inference_data": "pbnn.inference_data",
 }
@@ -45,6 +48,8 @@ __all__ = [
     "log_likelihood",
     "predict",
     "predictive",
+    "prior_predictive",
+    "sample_prior",
     "svi_report",
     "to_inference_data",
 ]

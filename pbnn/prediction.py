@@ -1,104 +1,52 @@
 """Draws × rows → moments, quantiles, class probabilities and log-likelihoods, streamed.
 
 Nothing here asks which road made the posterior; `pbnn.runner` brings draws and rows together.
+Beside its results, a prediction holds 8 MB for each layer (in float32) and at most 32 MB for each
+number that it reads, a few times over while it sums them up, whatever the draws and rows.
 """
 
+import contextlib
+import datetime
+import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 import torch
 from pyro import poutine
 from torch import Tensor
 
+from pbnn._version import __version__
 from pbnn.checks import PLATE, unwrapped
+from pbnn.draw_file import DrawFile, in_file, map_draws, open_draws
 from pbnn.errors import DataError, ModelError
 from pbnn.infer.posterior import Posterior
+from pbnn.mapping import sampled
 from pbnn.model import Data, Model, isolated
-from pbnn.runner import Runner
+from pbnn.monte_carlo import MonteCarlo
+from pbnn.prior_draws import sample_prior
+from pbnn.runner import Reader, Runner, is_loader, rows_of
+from pbnn.summary import Prediction, Summary, summarise
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from pbnn.data import Units
 
-__all__ = ["Prediction", "function_draws", "log_likelihood", "predict", "predictive"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prediction:
-    """What a posterior predicts for some rows.
-
-    For numbers, shapes are those of y, `(n,)` or `(n, outputs)`, in the user's units. For classes
-    `probabilities` is `(n, classes)`, and `mean` and the scales are None.
-
-    Attributes:
-        mean: Mean of the posterior predictive.
-        epistemic_scale: Standard deviation over draws of E[y given draw and x].
-        aleatoric_scale: Square root of the mean over draws of Var[y given draw and x].
-        quantiles: Quantiles of the posterior predictive, by probability, each shaped like `mean`.
-            Sampled: one y for each draw.
-        probabilities: Mean over draws of the class probabilities.
-        entropy: Entropy of `probabilities`, in nats, `(n,)`.
-        mutual_information: `entropy` less the mean entropy of the draws, in nats, `(n,)`.
-    """
-
-    mean: Tensor | None = None
-    epistemic_scale: Tensor | None = None
-    aleatoric_scale: Tensor | None = None
-    quantiles: Mapping[float, Tensor] | None = None
-    probabilities: Tensor | None = None
-    entropy: Tensor | None = None
-    mutual_information: Tensor | None = None
-
-    @property
-    def scale(self) -> Tensor | None:
-        """Standard deviation of the posterior predictive: both parts together."""
-        if self.epistemic_scale is None or self.aleatoric_scale is None:
-            return None
-        return torch.hypot(self.epistemic_scale, self.aleatoric_scale)
-
-    def to_frame(self, classes: Sequence[Any] | None = None) -> "pd.DataFrame":
-        """Return one row for each row of x and one column for each number.
-
-        Args:
-            classes: Names of the classes, in the order of `probabilities`.
-        """
-        import pandas as pd
-
-        if self.probabilities is not None:
-            labels = range(self.probabilities.shape[1]) if classes is None else classes
-            frame = pd.DataFrame(
-                self.probabilities.numpy(), columns=[f"probability_{label}" for label in labels]
-            )
-            best = self.probabilities.argmax(1).tolist()
-            frame.insert(0, "prediction", pd.Series([list(labels)[k] for k in best], dtype=object))
-            frame["entropy"] = _array(self.entropy)
-            frame["mutual_information"] = _array(self.mutual_information)
-            return frame
-        columns = {
-            "mean": self.mean,
-            "scale": self.scale,
-            "epistemic_scale": self.epistemic_scale,
-            "aleatoric_scale": self.aleatoric_scale,
-            **{f"q{p:g}": value for p, value in (self.quantiles or {}).items()},
-        }
-        out = {}
-        for name, value in columns.items():
-            values = _array(value)
-            if values.ndim == 1:
-                out[name] = values
-            else:
-                for k, column in enumerate(values.reshape(len(values), -1).T):
-                    out[f"{name}_{k}"] = column
-        return pd.DataFrame(out)
+__all__ = [
+    "Prediction",
+    "function_draws",
+    "log_likelihood",
+    "predict",
+    "predictive",
+    "prior_predictive",
+]
 
 
 def predict(
     model: Model,
     posterior: Posterior,
     x: Data,
+    y: Data = None,
     *,
     quantiles: Sequence[float] = (0.05, 0.5, 0.95),
     units: "Units | None" = None,
@@ -109,12 +57,16 @@ def predict(
     """Predict y for new rows: moments, quantiles, or class probabilities.
 
     The total variance is the variance of the locations plus the mean of the noise variances (the
-    law of total variance); class probabilities are averaged over draws, never the logits.
+    law of total variance); class probabilities are averaged over draws, never the logits. Each
+    number comes with its Monte Carlo error.
 
     Args:
         model: The model that was fitted.
         posterior: Its posterior, from any road.
-        x: Input rows `(n, …)`, or a dict of inputs; n may be 0.
+        x: Input rows `(n, …)`, or a dict of inputs; n may be 0. Or a loader, such as a torch
+            `DataLoader`: an iterable of blocks of rows, each x, `(x,)` or `(x, y)`.
+        y: Observations of the rows, as the fit took them, for their log predictive density; a
+            loader gives its own.
         quantiles: Probabilities of the quantiles; none for classes.
         units: How y was standardised; results are in the user's units.
         seed: Seed of the sampled y behind the quantiles.
@@ -125,37 +77,21 @@ def predict(
         The prediction, on the CPU.
 
     Raises:
-        DataError: x cannot be used, or a probability is outside 0 to 1.
+        DataError: x or y cannot be used, or a probability is outside 0 to 1.
         ModelError: The posterior is not one of this model, or y has no moments.
     """
     for p in quantiles:
         if not 0 <= p <= 1:
             raise DataError(f"quantile {p}; expected a probability from 0 to 1")
-    runner = Runner(model, posterior, x, device)
+    runner = Runner(model, posterior, x, device, y, scored=True)
+    read = _moments(runner, sample=bool(quantiles))
+    monte_carlo = MonteCarlo(posterior.chains, posterior.draws_per_chain, markov=posterior.markov)
     with isolated(seed, runner.device), torch.no_grad():
         parts = [
-            _predict_rows(runner, rows, quantiles) for rows in runner.row_blocks(progress=progress)
+            summarise(runner.gather(read, rows), monte_carlo, quantiles)
+            for rows in runner.row_blocks(progress=progress)
         ]
-    joined = {name: torch.cat([part[name] for part in parts])[: runner.rows] for name in parts[0]}
-    if "probabilities" in joined:
-        return Prediction(
-            probabilities=joined["probabilities"],
-            entropy=joined["entropy"],
-            mutual_information=joined["mutual_information"],
-        )
-    if joined["mean"].isnan().any():
-        row = int(joined["mean"].reshape(runner.rows, -1).isnan().any(1).nonzero()[0])
-        raise ModelError(
-            f"the mean of y is NaN in row {row}: its distribution has no mean, or f(x) is not "
-            "finite there; use predictive for samples"
-        )
-    loc, scale = _loc_scale(units)
-    return Prediction(
-        mean=joined["mean"] * scale + loc,
-        epistemic_scale=joined["epistemic_scale"] * scale,
-        aleatoric_scale=joined["aleatoric_scale"] * scale,
-        quantiles={p: joined[f"q{p}"] * scale + loc for p in quantiles},
-    )
+    return _joined(parts, runner, quantiles, units)
 
 
 def predictive(
@@ -166,6 +102,7 @@ def predictive(
     units: "Units | None" = None,
     seed: int = 0,
     device: str | torch.device | None = None,
+    out: str | os.PathLike[str] | None = None,
     progress: bool = False,
 ) -> dict[str, Tensor]:
     """Sample y for each draw and row, and return the network output beside it.
@@ -173,10 +110,13 @@ def predictive(
     Args:
         model: The model that was fitted.
         posterior: Its posterior, from any road.
-        x: Input rows.
+        x: Input rows, or a loader of them; see `predict`.
         units: How y was standardised; y and f are then in the user's units.
         seed: Seed of the samples.
         device: Where to run.
+        out: A netCDF file to write the draws to, for more than memory holds: ArviZ's group
+            `predictions`, with the dims chain, draw and pred_id. The tensors returned are then
+            mapped from it.
         progress: Whether to show a progress bar on stderr.
 
     Returns:
@@ -187,19 +127,56 @@ def predictive(
         ModelError: The posterior is not one of this model.
     """
     runner = Runner(model, posterior, x, device)
+    loc, scale = _loc_scale(units)
 
     def sample(trace: poutine.Trace) -> dict[str, Tensor]:
-        out = {name: trace.nodes[name]["value"] for name in runner.observed}
-        return {**out, "f": trace.nodes["_RETURN"]["value"]}
+        values = {name: trace.nodes[name]["value"] for name in runner.observed}
+        return {**values, "f": trace.nodes["_RETURN"]["value"]}
+
+    def in_units(value: Tensor) -> Tensor:
+        return value * scale + loc if units is not None and value.is_floating_point() else value
 
     with isolated(seed, runner.device), torch.no_grad():
-        parts = [runner.gather(sample, rows) for rows in runner.row_blocks(progress=progress)]
-    out = {name: torch.cat([p[name] for p in parts], 1)[:, : runner.rows] for name in parts[0]}
-    loc, scale = _loc_scale(units)
-    for name, value in out.items():
-        if units is not None and value.is_floating_point():
-            out[name] = value * scale + loc
-    return {name: runner.by_chain(value) for name, value in out.items()}
+        return _all_draws(runner, x, sample, in_units, out, "predictions", progress=progress)
+
+
+def prior_predictive(
+    model: Model,
+    x: Data,
+    *,
+    draws: int = 1000,
+    units: "Units | None" = None,
+    seed: int = 0,
+    device: str | torch.device | None = None,
+    out: str | os.PathLike[str] | None = None,
+    progress: bool = False,
+) -> dict[str, Tensor]:
+    """Sample y and f(x) from the prior predictive distribution, before any data are seen.
+
+    The draws of the parameters are those of `pbnn.sample_prior` with the same seed.
+
+    Args:
+        model: A Pyro model `(x, y=None)`.
+        x: Input rows, or a loader of them that can be gone through twice.
+        draws: Number of draws.
+        units: How y was standardised; y and f are then in the user's units.
+        seed: Seed.
+        device: Where to run.
+        out: A netCDF file to write the draws to; see `predictive`.
+        progress: Whether to show a progress bar on stderr.
+
+    Returns:
+        By observed site, samples `(1, draws, n, …)`; under "f", f(x), `(1, draws, n, …)`.
+
+    Raises:
+        DataError: x cannot be used as it is.
+        ModelError: A prior cannot be sampled, or the model has no rows.
+    """
+    first = next(iter(x)) if is_loader(x) else x
+    first = first[0] if isinstance(first, tuple | list) and is_loader(x) else first
+    prior = sample_prior(model, first, draws=draws, seed=seed, device=device)
+    options: dict[str, Any] = {"units": units, "device": device, "out": out, "progress": progress}
+    return predictive(model, prior, x, seed=seed, **options)
 
 
 def function_draws(
@@ -217,7 +194,7 @@ def function_draws(
     Args:
         model: The model that was fitted.
         posterior: Its posterior, from any road.
-        x: Input rows.
+        x: Input rows, or a loader of them; see `predict`.
         device: Where to run.
         progress: Whether to show a progress bar on stderr.
 
@@ -236,60 +213,104 @@ def function_draws(
         return {"f": f - f.mean(-1, keepdim=True) if runner.classes else f}
 
     with isolated(0, runner.device), torch.no_grad():
-        parts = [runner.gather(output, rows)["f"] for rows in runner.row_blocks(progress=progress)]
-    return runner.by_chain(torch.cat(parts, 1)[:, : runner.rows])
+        return _all_draws(runner, x, output, None, None, "", progress=progress)["f"]
+
+
+@overload
+def log_likelihood(
+    model: Model,
+    posterior: Posterior,
+    x: Data,
+    y: Data = ...,
+    *,
+    units: "Units | None" = ...,
+    by_site: Literal[False] = ...,
+    device: str | torch.device | None = ...,
+    out: str | os.PathLike[str] | None = ...,
+    progress: bool = ...,
+) -> Tensor: ...
+
+
+@overload
+def log_likelihood(
+    model: Model,
+    posterior: Posterior,
+    x: Data,
+    y: Data = ...,
+    *,
+    units: "Units | None" = ...,
+    by_site: Literal[True],
+    device: str | torch.device | None = ...,
+    out: str | os.PathLike[str] | None = ...,
+    progress: bool = ...,
+) -> dict[str, Tensor]: ...
 
 
 def log_likelihood(
     model: Model,
     posterior: Posterior,
     x: Data,
-    y: Data,
+    y: Data = None,
     *,
     units: "Units | None" = None,
+    by_site: bool = False,
     device: str | torch.device | None = None,
+    out: str | os.PathLike[str] | None = None,
     progress: bool = False,
-) -> Tensor:
+) -> Tensor | dict[str, Tensor]:
     """Return the log-likelihood of each row under each draw, summed over observed sites.
 
-    What the model masks counts as 0.
+    What the model masks counts as 0. Where only its log mean over draws is wanted, `predict` with y
+    holds no draws.
 
     Args:
         model: The model that was fitted.
         posterior: Its posterior, from any road.
-        x: Input rows, as the fit took them.
-        y: Observations, as the fit took them (standardised, if it did).
+        x: Input rows, as the fit took them, or a loader of blocks `(x, y)`.
+        y: Observations, as the fit took them (standardised, if it did); none with a loader.
         units: How y was standardised; the result is then a density in the user's units, which is
             lower by log scale.
+        by_site: Whether observed sites are kept apart.
         device: Where to run.
+        out: A netCDF file to write the result to, by site, for more than memory holds: ArviZ's
+            group `log_likelihood`, with the dims chain, draw and obs_id. What is returned is then
+            mapped from it.
         progress: Whether to show a progress bar on stderr.
 
     Returns:
-        `(chain, draw, n)`.
+        `(chain, draw, n)`, or a dict of that by observed site.
 
     Raises:
         DataError: x or y cannot be used as they are.
         ModelError: The posterior is not one of this model, or the model has no rows.
     """
-    if y is None:
+    if y is None and not is_loader(x):
         raise DataError("y is None; expected the observations of the rows of x")
-    runner = Runner(model, posterior, x, device, y)
+    runner = Runner(model, posterior, x, device, y, scored=True)
+    if y is None and runner.y is None:
+        raise DataError("the loader gave x alone; expected blocks (x, y)")
+    shift = _log_scale(runner, units)
 
     def score(trace: poutine.Trace) -> dict[str, Tensor]:
-        trace.compute_log_prob(site_filter=lambda name, _: name in runner.observed)
-        total: Tensor = sum(_by_row(trace.nodes[name]) for name in runner.observed)  # type: ignore[assignment]
-        return {"log_likelihood": total}
+        scores = _scores(trace, runner.observed, shift)
+        return scores if by_site or out is not None else {"joint": _total(scores)}
 
     with isolated(0, runner.device), torch.no_grad():
-        parts = [
-            runner.gather(score, rows)["log_likelihood"]
-            for rows in runner.row_blocks(progress=progress)
-        ]
-    total = runner.by_chain(torch.cat(parts, 1)[:, : runner.rows])
-    if units is None:
-        return total
-    outputs = 1 if np.ndim(units.scale) else int(np.prod(np.shape(runner.y)[1:]))
-    return total - outputs * float(np.sum(np.log(units.scale)))
+        found = _all_draws(runner, x, score, None, out, "log_likelihood", progress=progress)
+    return found if by_site else _total(found)
+
+
+def _total(scores: Mapping[str, Tensor]) -> Tensor:
+    first, *rest = scores.values()
+    return sum(rest, start=first)
+
+
+def _scores(
+    trace: poutine.Trace, observed: Sequence[str], shift: Mapping[str, float]
+) -> dict[str, Tensor]:
+    """Return the log density of each row, by observed site."""
+    trace.compute_log_prob(site_filter=lambda name, _: name in observed)
+    return {name: _by_row(trace.nodes[name]) - shift.get(name, 0.0) for name in observed}
 
 
 def _by_row(node: Any) -> Tensor:
@@ -300,82 +321,150 @@ def _by_row(node: Any) -> Tensor:
     return log_prob.sum(others) if others else log_prob
 
 
-def _predict_rows(runner: "Runner", rows: slice, quantiles: Sequence[float]) -> dict[str, Tensor]:
-    """Predict one block of rows from all draws."""
-    total: dict[str, Tensor] = {}
-    samples: list[Tensor] = []
-    count = 0
-    for block in runner.map(_moments(runner, sample=bool(quantiles)), rows):
-        size = next(iter(block.values())).shape[0]
-        if "y" in block:
-            samples.append(block.pop("y").cpu())
-        parts = {name: value.double() for name, value in block.items()}
-        if "location" in parts:
-            # Chan et al. 1983: merge means and sums of squares of two blocks of draws.
-            mean = parts.pop("location")
-            centre = mean.mean(0)
-            squares = (mean - centre).square().sum(0)
-            if count:
-                gap = centre - total["mean"]
-                squares = total["squares"] + squares + gap.square() * count * size / (count + size)
-                centre = total["mean"] + gap * size / (count + size)
-            total |= {"mean": centre, "squares": squares}
-        for name, value in parts.items():
-            total[name] = total.get(name, 0.0) + value.sum(0)
-        count += size
-    if "probabilities" in total:
-        probabilities = (total["probabilities"] / count).cpu()
-        entropy = torch.special.entr(probabilities).sum(-1)
-        return {
-            "probabilities": probabilities,
-            "entropy": entropy,
-            "mutual_information": (entropy - (total["entropy"] / count).cpu()).clamp(min=0.0),
-        }
-    return {
-        "mean": total["mean"].cpu(),
-        "epistemic_scale": (total["squares"] / count).sqrt().cpu(),
-        "aleatoric_scale": (total["variance"] / count).sqrt().cpu(),
-        **_quantiles(samples, quantiles),
-    }
-
-
-def _quantiles(samples: list[Tensor], probabilities: Sequence[float]) -> dict[str, Tensor]:
-    if not samples:
+def _log_scale(runner: Runner, units: "Units | None") -> dict[str, float]:
+    """Return by observed site what the log density of a row loses in the user's units."""
+    if units is None or runner.y is None:
         return {}
-    values = np.quantile(torch.cat(samples).numpy(), np.asarray(probabilities), axis=0)
+    y = runner.y if isinstance(runner.y, Mapping) else {runner.observed[0]: runner.y}
+    total = float(np.sum(np.log(units.scale)))
     return {
-        f"q{p}": torch.as_tensor(v).double() for p, v in zip(probabilities, values, strict=True)
+        name: total * (1 if np.ndim(units.scale) else value[0].numel())
+        for name, value in y.items()
+        if value.is_floating_point()
     }
 
 
-def _moments(runner: "Runner", *, sample: bool) -> Callable[[poutine.Trace], dict[str, Tensor]]:
+def _moments(runner: Runner, *, sample: bool) -> Reader:
     """Return the function that reads moments (or class probabilities) off the observed site."""
     name = runner.single_observed()
 
     def read(trace: poutine.Trace) -> dict[str, Tensor]:
-        node = trace.nodes[name]
-        fn = node["fn"]
+        fn = trace.nodes[name]["fn"]
+        out = {}
+        if trace.nodes[name]["is_observed"]:
+            out["log_likelihood"] = _scores(trace, [name], {})[name]
         if runner.classes:
-            probabilities = unwrapped(fn).probs
-            entropy = torch.special.entr(probabilities).sum(-1)
-            return {"probabilities": probabilities, "entropy": entropy}
+            return {**out, "probabilities": unwrapped(fn).probs}
         try:
-            out = {"location": fn.mean, "variance": fn.variance}
+            out |= {"location": fn.mean, "variance": fn.variance}
         except NotImplementedError as error:
             raise ModelError(
                 f"site {name!r} is {type(unwrapped(fn)).__name__}, which has no mean and variance; "
                 "use predictive for samples"
             ) from error
-        return {**out, "y": node["value"]} if sample else out
+        return {**out, "y": sampled(fn)} if sample else out
 
     return read
+
+
+def _joined(
+    parts: Sequence[Summary], runner: Runner, quantiles: Sequence[float], units: "Units | None"
+) -> Prediction:
+    """Put the blocks of rows together, in the user's units."""
+    loc, scale = _loc_scale(units)
+    shift = sum(_log_scale(runner, units).values())
+    values, mcse = {}, {}
+    for name in parts[0]:
+        value, error = (
+            torch.cat([part[name][k] for part in parts])[: runner.rows] for k in range(2)
+        )
+        if name == "log_predictive_density":
+            value = value - shift
+        elif "mean" in parts[0]:
+            value, error = value * scale, error * scale
+            value = value + loc if name == "mean" or name.startswith("q") else value
+        values[name], mcse[name] = value, error
+    if "mean" in values and values["mean"].isnan().any():
+        row = int(values["mean"].reshape(runner.rows, -1).isnan().any(1).nonzero()[0])
+        raise ModelError(
+            f"the mean of y is NaN in row {row}: its distribution has no mean, or f(x) is not "
+            "finite there; use predictive for samples"
+        )
+    values.pop("scale", None)  # what the two parts make together
+    found = {p: values.pop(f"q{p:g}") for p in quantiles if f"q{p:g}" in values}
+    return Prediction(**values, quantiles=found if "mean" in values else None, mcse=mcse)
+
+
+def _all_draws(
+    runner: Runner,
+    x: Data,
+    read: Reader,
+    convert: Callable[[Tensor], Tensor] | None,
+    out: str | os.PathLike[str] | None,
+    group: str,
+    *,
+    progress: bool,
+) -> dict[str, Tensor]:
+    """Return what is read for all draws and rows, in memory or mapped from a file."""
+    posterior = runner.posterior
+    with contextlib.ExitStack() as stack:
+        sink: _Memory | DrawFile
+        if out is None:
+            sink = _Memory(None if is_loader(x) else max(1, rows_of(x)))
+        else:
+            sizes = {
+                "chain": posterior.chains,
+                "draw": posterior.draws_per_chain,
+                "pred_id" if group == "predictions" else "obs_id": rows_of(x),
+            }
+            sink = stack.enter_context(open_draws(Path(out), group, sizes, _marks(posterior)))
+        names: list[str] = []
+        for rows in runner.row_blocks(progress=progress):
+            values = runner.gather(read, rows)
+            names = list(values)
+            if not runner.rows and out is not None:
+                values = {name: value[:, :0] for name, value in values.items()}
+            sink.write({k: v if convert is None else convert(v) for k, v in values.items()})
+    if isinstance(sink, DrawFile):
+        mapped = map_draws(Path(str(out)), group)
+        return {name: mapped[in_file(name)] for name in names}
+    return {name: runner.by_chain(v[:, : runner.rows]) for name, v in sink.whole().items()}
+
+
+class _Memory:
+    """Blocks of rows `(draws, rows, …)` put side by side in memory, like a `DrawFile`.
+
+    Args:
+        rows: Number of rows, where it is known: then nothing is held twice.
+    """
+
+    def __init__(self, rows: int | None) -> None:
+        self._rows = rows
+        self._row = 0
+        self._held: dict[str, Tensor] = {}
+        self._parts: list[Mapping[str, Tensor]] = []
+
+    def write(self, values: Mapping[str, Tensor]) -> None:
+        if self._rows is None:
+            self._parts.append(values)
+            return
+        stop = self._row
+        for name, value in values.items():
+            if name not in self._held:
+                shape = (value.shape[0], self._rows, *value.shape[2:])
+                self._held[name] = torch.empty(shape, dtype=value.dtype)
+            stop = self._row + value.shape[1]
+            self._held[name][:, self._row : stop] = value
+        self._row = stop
+
+    def whole(self) -> dict[str, Tensor]:
+        if self._rows is not None:
+            return self._held
+        return {name: torch.cat([p[name] for p in self._parts], 1) for name in self._parts[0]}
+
+
+def _marks(posterior: Posterior) -> dict[str, Any]:
+    """What a file of draws says about itself."""
+    return {
+        "created_at": datetime.datetime.now(datetime.UTC).isoformat(),
+        "inference_library": "pbnn",
+        "inference_library_version": __version__,
+        "pbnn_method": posterior.method,
+        "pbnn_markov": int(posterior.markov),
+    }
 
 
 def _loc_scale(units: "Units | None") -> tuple[Tensor | float, Tensor | float]:
     if units is None:
         return 0.0, 1.0
     return torch.as_tensor(np.asarray(units.loc)), torch.as_tensor(np.asarray(units.scale))
-
-
-def _array(value: Tensor | None) -> Any:
-    return np.asarray([]) if value is None else value.numpy()

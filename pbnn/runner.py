@@ -1,11 +1,9 @@
 """A model under the draws of a posterior: blocks of rows by blocks of draws.
 
-Draws are evaluated together by `torch.func.vmap`. The sizes of blocks follow from shapes alone, so
-memory is bounded and results repeat.
+The sizes of blocks follow from shapes alone, so memory is bounded and results repeat.
 """
 
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,22 +11,26 @@ import pyro
 import torch
 from pyro import poutine
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from pbnn import mapping
 from pbnn.checks import PLATE, check_observed, check_output, unwrapped
 from pbnn.errors import DataError, ModelError
 from pbnn.front_door import observations, prepare, prior_values
 from pbnn.infer.posterior import Posterior
+from pbnn.mapping import DrawMap, MappableSamples
 from pbnn.model import Data, Model, isolated, leaves, run, sample_nodes, take
 from pbnn.progress import progress_bar
 
-__all__ = ["Runner"]
+__all__ = ["Reader", "Runner", "is_loader", "rows_of"]
 
-# Values of the widest layer held at once, over the draws and rows of a block.
-BLOCK_VALUES = 2**22
+Reader = Callable[[poutine.Trace], dict[str, Tensor]]
+"""Takes from the model's trace at one draw what is wanted, rows first."""
+
 BLOCK_ROWS = 512
+# Values held over all draws of a block of rows, for each number that is read: 32 MB of float64.
+HELD_VALUES = 2**22
 
 
 class Runner:
@@ -37,15 +39,18 @@ class Runner:
     Args:
         model: The model that was fitted.
         posterior: Its posterior.
-        x: Input rows `(n, …)`, or a dict of inputs; n may be 0.
+        x: Input rows `(n, …)`, or a dict of inputs; n may be 0. Or a loader: an iterable of blocks
+            of rows, each x, `(x,)` or `(x, y)`.
         device: Where to run; by default where the model's parameters or x are.
         y: Observations of the rows; None samples them.
+        scored: Whether the y of a loader's blocks is taken, where they have one.
 
     Attributes:
-        rows: Number of rows.
+        rows: Number of rows; with a loader, of those that it has given so far.
         observed: Names of the observed sites.
         classes: Whether the one observed site is categorical.
         device: Where the model runs.
+        draws: Number of draws, over all chains.
 
     Raises:
         DataError: x or y cannot be used as they are.
@@ -59,42 +64,47 @@ class Runner:
         x: Data,
         device: str | torch.device | None,
         y: Data = None,
+        *,
+        scored: bool = False,
     ) -> None:
-        dtype = next(iter(posterior.draws.values())).dtype
-        self.rows, x, y = _padded(x, y)
+        if is_loader(x) and y is not None:
+            raise DataError("x is a loader, so y goes with it; let each of its blocks be (x, y)")
+        self._blocks = _pairs(x, scored=scored) if is_loader(x) else iter([(x, y)])
+        self._count = None if x is None or is_loader(x) else len(leaves(x)[0][1])
+        self.posterior = posterior
+        self.draws = posterior.chains * posterior.draws_per_chain
+        self._dtype = next(iter(posterior.draws.values())).dtype
+        self.rows = 0
+        self.fill: Mapping[str, Tensor] = {}
+        try:
+            x, y = next(self._blocks)
+        except StopIteration:
+            raise DataError("x is a loader that gave no rows; expected blocks of rows") from None
+        count, x, y = _padded(x, y)
         self.model, self.x, self.y = prepare(
             model,
             x,
             y,
             device=device,
-            dtype=dtype,
+            dtype=self._dtype,
             constants=posterior.constants,
             buffers=posterior.buffers,
         )
-        self.posterior = posterior
         self.device = leaves(self.x)[0][1].device
-        self.fill: Mapping[str, Tensor] = {}
-        trace = self._prior_run(slice(0, 2), dtype)
+        trace, self.width = self._widest()
         self._check_sites(trace)
-        if not self.rows:
-            self.y = None  # what stands in for no rows need not be a legal y
-        elif y is not None:
-            with isolated(0, self.device):
-                self.y, self.fill = observations(
-                    self.model, self.x, self.y, trace, self.device, dtype
-                )
-            self._check_y(dtype)
+        self._check_y(trace, count)
         fn = trace.nodes[self.observed[0]]["fn"]
         self.classes = len(self.observed) == 1 and isinstance(
             unwrapped(fn), torch.distributions.Categorical
         )
-        self.width = self._widest(dtype)
-        self.vectorised = True
+        self.outputs = max(v.numel() // v.shape[0] for v in self._read_at_prior(trace))
+        self._maps: dict[Reader, DrawMap] = {}
 
-    def _prior_run(self, rows: slice | Tensor, dtype: torch.dtype, y: Data = None) -> poutine.Trace:
+    def _prior_run(self, rows: slice | Tensor, y: Data = None) -> poutine.Trace:
         """Run the model once on some rows, at a draw from the prior, with all checks."""
         x = take(self.x, rows)
-        with isolated(0, self.device), prior_values(dtype, self.device), torch.no_grad():
+        with isolated(0, self.device), prior_values(self._dtype, self.device), torch.no_grad():
             try:
                 return run(self.model, {}, x, take(y, rows), fill=self.fill, checks=True)
             except Exception as error:
@@ -140,26 +150,54 @@ class Runner:
                     f"site {name!r} has shape {tuple(value.shape[2:])} in the posterior and "
                     f"{tuple(shape)} in the model; build it with the same options"
                 )
-        check_output(trace, leaves(take(self.x, slice(0, 2)))[0][1].shape[0])
+        check_output(trace, 2)
 
-    def _check_y(self, dtype: torch.dtype) -> None:
-        """Refuse a y that its sites would score in another shape."""
-        trace = self._prior_run(slice(None), dtype, self.y)
+    def _check_y(self, trace: poutine.Trace, rows: int) -> None:
+        """Give y the kind of number of its sites; refuse one scored in another shape."""
+        self.rows += rows
+        if not rows:
+            self.y = None  # what stands in for no rows need not be a legal y
+        if self.y is None:
+            return
+        with isolated(0, self.device):
+            self.y, self.fill = observations(
+                self.model, self.x, self.y, trace, self.device, self._dtype
+            )
+        trace = self._prior_run(slice(None), self.y)
         given = {name or "y": value for name, value in leaves(self.y)}
         for name in self.observed:
             if name not in given or not trace.nodes[name]["is_observed"]:
                 raise DataError(f"y has no values for site {name!r}; it has {sorted(given)}")
             check_observed(trace, name, given[name])
 
-    def _widest(self, dtype: torch.dtype) -> int:
-        """Return the most values that one operation of the model gives for one row."""
+    def _advance(self) -> bool:
+        """Take the next block of a loader; False where there is none."""
+        for x, y in self._blocks:
+            rows, x, y = _padded(x, y)
+            if rows:
+                place = {"device": self.device, "dtype": self._dtype}
+                _, self.x, self.y = prepare(self.model, x, y, **place)
+                self._check_y(self._prior_run(slice(0, 2)), rows)
+                return True
+        return False
+
+    def _read_at_prior(self, trace: poutine.Trace) -> list[Tensor]:
+        """Return what may be read for each row, at the draw from the prior of a trace."""
+        found = [trace.nodes[name]["value"] for name in self.observed]
+        found.append(trace.nodes["_RETURN"]["value"])
+        if self.classes:
+            found.append(unwrapped(trace.nodes[self.observed[0]]["fn"]).logits)
+        return found
+
+    def _widest(self) -> tuple[poutine.Trace, int]:
+        """Return a run on two rows, and the most values that one operation gives for one row."""
         counts: list[list[int]] = []
         for rows in (1, 2):
             with _Counting() as counting:
-                self._prior_run(torch.zeros(rows, dtype=torch.int64, device=self.device), dtype)
+                trace = self._prior_run(torch.zeros(rows, dtype=torch.int64, device=self.device))
             counts.append(counting.values)
         one, two = counts
-        return max(1, *(b - a for a, b in zip(one, two, strict=False)))
+        return trace, max(1, *(b - a for a, b in zip(one, two, strict=False)))
 
     def single_observed(self) -> str:
         """Return the one observed site."""
@@ -171,79 +209,57 @@ class Runner:
         return str(self.observed[0])
 
     def row_blocks(self, *, progress: bool) -> Iterator[slice]:
-        """Yield slices of rows whose size follows from shapes alone."""
-        total = max(1, self.rows)
-        starts = range(0, total, BLOCK_ROWS)
-        for start in progress_bar(starts, label="rows", unit="block", show=progress):
-            yield slice(start, min(start + BLOCK_ROWS, total))
+        """Yield slices of the rows at hand, whose size follows from shapes alone.
 
-    def map(
-        self, read: Callable[[poutine.Trace], dict[str, Tensor]], rows: slice
-    ) -> Iterator[dict[str, Tensor]]:
+        With a loader the rows at hand change between slices.
+        """
+        size = max(1, min(BLOCK_ROWS, HELD_VALUES // (self.draws * self.outputs)))
+        with progress_bar(label="rows", unit="row", total=self._count, show=progress) as bar:
+            more = True
+            while more:
+                count = len(leaves(self.x)[0][1])
+                for start in range(0, count, size):
+                    rows = slice(start, min(start + size, count))
+                    yield rows
+                    bar.update(rows.stop - rows.start)
+                more = self._advance()
+
+    def map(self, read: Reader, rows: slice) -> Iterator[dict[str, Tensor]]:
         """Yield what `read` takes from the model's trace, for one block of draws after another."""
+        if read not in self._maps:
+
+            def one(values: dict[str, Tensor], x: Data, y: Data) -> dict[str, Tensor]:
+                # Pyro's own checks read values, which cannot be mapped.
+                with pyro.validation_enabled(False), MappableSamples():
+                    return read(run(self.model, values, x, y, fill=self.fill))
+
+            self._maps[read] = DrawMap(one)
+
+        def block(start: int, stop: int) -> dict[str, Tensor]:
+            flat = self.posterior.flat(start, stop)
+            return {name: value.to(self.device) for name, value in flat.items()}
+
+        held = sum(value[0, 0].numel() for value in self.posterior.draws.values())
+        size = mapping.BLOCK_VALUES // ((rows.stop - rows.start) * self.width + held)
         x, y = take(self.x, rows), take(self.y, rows)
-        posterior = self.posterior
-        count = posterior.chains * posterior.draws_per_chain
-        held = sum(value[0, 0].numel() for value in posterior.draws.values())
-        size = max(1, BLOCK_VALUES // ((rows.stop - rows.start) * self.width + held))
+        yield from self._maps[read].blocks(block, self.draws, max(1, size), x, y)
 
-        def one(values: dict[str, Tensor]) -> dict[str, Tensor]:
-            # Pyro's own checks read values, which cannot be mapped.
-            with pyro.validation_enabled(False):
-                return read(run(self.model, values, x, y, fill=self.fill))
-
-        for start in range(0, count, size):
-            block = {
-                name: value.to(self.device)
-                for name, value in posterior.flat(start, min(start + size, count)).items()
-            }
-            yield self._mapped(one, block)
-
-    def _mapped(
-        self, one: Callable[[dict[str, Tensor]], dict[str, Tensor]], block: dict[str, Tensor]
-    ) -> dict[str, Tensor]:
-        if self.vectorised:
-            try:
-                with warnings.catch_warnings():
-                    # torch tells of operations that it maps one by one, or resizes for: not wrong.
-                    warnings.filterwarnings("ignore", ".*(batching rule|resized).*", UserWarning)
-                    with _FreshNoise():
-                        return torch.func.vmap(one, randomness="different")(block)
-            except (RuntimeError, NotImplementedError, ValueError):
-                # Some operations cannot be mapped; a loop gives the same numbers, slower.
-                self.vectorised = False
-        size = next(iter(block.values())).shape[0]
-        parts = [one({name: value[k] for name, value in block.items()}) for k in range(size)]
-        return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
-
-    def gather(
-        self, read: Callable[[poutine.Trace], dict[str, Tensor]], rows: slice
-    ) -> dict[str, Tensor]:
+    def gather(self, read: Reader, rows: slice) -> dict[str, Tensor]:
         """Return what `read` takes, for all draws: each `(draws, rows, …)`, on the CPU."""
-        blocks = [{k: v.cpu() for k, v in block.items()} for block in self.map(read, rows)]
-        return {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}
+        out: dict[str, Tensor] = {}
+        start = 0
+        for block in self.map(read, rows):
+            for name, value in block.items():
+                if not start:
+                    out[name] = torch.empty((self.draws, *value.shape[1:]), dtype=value.dtype)
+                out[name][start : start + len(value)] = value
+            start += len(value)
+        return out
 
     def by_chain(self, value: Tensor) -> Tensor:
         """Split the leading dimension into chain and draw."""
         posterior = self.posterior
         return value.reshape(posterior.chains, posterior.draws_per_chain, *value.shape[1:])
-
-
-class _FreshNoise(TorchFunctionMode):
-    """Draws noise into new tensors: vmap cannot fill one tensor differently for each draw."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        like = _NOISE.get(func)
-        return (like or func)(*args, **(kwargs or {}))
-
-
-_NOISE: dict[Any, Callable[..., Tensor]] = {
-    Tensor.normal_: lambda t, mean=0.0, std=1.0: mean + std * torch.randn_like(t),
-    Tensor.uniform_: lambda t, low=0.0, high=1.0: low + (high - low) * torch.rand_like(t),
-    Tensor.exponential_: lambda t, lambd=1.0: -torch.log1p(-torch.rand_like(t)) / lambd,
-}
 
 
 class _Counting(TorchDispatchMode):
@@ -259,6 +275,44 @@ class _Counting(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self.values.extend(t.numel() for t in tree_leaves(out) if isinstance(t, Tensor))
         return out
+
+
+def is_loader(x: Data) -> bool:
+    """Whether x is an iterable of blocks of rows, and not rows itself."""
+    if hasattr(x, "shape") or isinstance(x, Mapping) or not isinstance(x, Iterable):
+        return False
+    if not isinstance(x, Sequence):
+        return True
+    # A sequence of numbers, or of sequences of them, stands for an array.
+    first = x[0] if len(x) else None
+    if isinstance(first, tuple | list) and first:
+        first = first[0]
+    return isinstance(first, Mapping) or hasattr(first, "shape")
+
+
+def rows_of(x: Data) -> int:
+    """Return the number of rows; a loader is gone through once to count them.
+
+    Raises:
+        DataError: x is an iterator, which cannot be gone through again.
+    """
+    if not is_loader(x):
+        return 0 if x is None else len(leaves(x)[0][1])
+    if isinstance(x, Iterator):
+        raise DataError(
+            "x is an iterator, whose rows cannot be counted first; pass a loader that can be gone "
+            "through twice, such as a torch DataLoader or a list of blocks"
+        )
+    return sum(len(leaves(block)[0][1]) for block, _ in _pairs(x, scored=False))
+
+
+def _pairs(loader: Iterable[Any], *, scored: bool) -> Iterator[tuple[Data, Data]]:
+    """Yield x and y of each block; y is None where there is none, or none is wanted."""
+    for block in loader:
+        parts = block if isinstance(block, tuple | list) else (block,)
+        if len(parts) not in (1, 2):
+            raise DataError(f"the loader gave {len(parts)} parts; expected x, (x,) or (x, y)")
+        yield parts[0], parts[1] if scored and len(parts) == 2 else None
 
 
 def _padded(x: Data, y: Data) -> tuple[int, Data, Data]:

@@ -1,9 +1,9 @@
 """Prediction against loops and formulas: moments, samples, likelihoods, memory, refusals."""
 
+import itertools
 import math
 import subprocess
 import sys
-import textwrap
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from pyro.nn import PyroModule, PyroSample
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pbnn import log_likelihood, predict, predictive, runner
+from pbnn import log_likelihood, mapping, predict, predictive, runner
 from pbnn.data import Units
 from pbnn.errors import DataError, ModelError
 from pbnn.infer.posterior import Posterior
@@ -267,7 +267,7 @@ FAMILIES = {
 @pytest.mark.parametrize("name", FAMILIES)
 def test_moments_agree_with_samples(name):
     """Mean and scale of sampled y within 5 Monte Carlo errors; no warning escapes."""
-    model, n = observing(FAMILIES[name]), 500 if name == "Beta" else 20_000  # Beta runs in a loop
+    model, n = observing(FAMILIES[name]), 20_000
     x = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
     posterior = given(w=0.3 * torch.randn(n, 2, 1))
     prediction = predict(model, posterior, x, quantiles=())
@@ -454,7 +454,7 @@ def test_blocks_do_not_change_the_numbers(drawn, toy, monkeypatch):
     x, y = toy
     whole, density = predict(Toy(), drawn, x), log_likelihood(Toy(), drawn, x, y)
     monkeypatch.setattr(runner, "BLOCK_ROWS", 7)
-    monkeypatch.setattr(runner, "BLOCK_VALUES", 150)
+    monkeypatch.setattr(mapping, "BLOCK_VALUES", 150)
     parts = predict(Toy(), drawn, x)
     torch.testing.assert_close(parts.mean, whole.mean, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(parts.epistemic_scale, whole.epistemic_scale, rtol=1e-6, atol=1e-7)
@@ -496,7 +496,7 @@ class Convolution(PyroModule):
 )
 def test_no_tensor_is_larger_than_a_block(model, x, width, monkeypatch):
     """100 draws at once would hold 100 × rows × width values."""
-    monkeypatch.setattr(runner, "BLOCK_VALUES", 2**18)
+    monkeypatch.setattr(mapping, "BLOCK_VALUES", 2**18)
     posterior = prior_posterior(model, x[:5], torch.randn(5), draws=100)
     assert Runner(model, posterior, x, None).width == width
     with Largest() as largest:
@@ -504,35 +504,124 @@ def test_no_tensor_is_larger_than_a_block(model, x, width, monkeypatch):
     assert largest.values <= 2**18 < 100 * min(len(x), runner.BLOCK_ROWS) * width
 
 
+@pytest.mark.parametrize("name", ["Normal", "Bernoulli", "Gamma", "Categorical"])
+def test_a_graph_gives_what_mapping_gives(name, monkeypatch):
+    """Traced where blocks are many; noise is drawn anew for each of them, not frozen."""
+    families = {
+        "Normal": lambda f: dist.Normal(f[..., 0], 0.1),
+        "Bernoulli": lambda f: dist.Bernoulli(logits=f[..., 0]),
+        "Gamma": lambda f: dist.Gamma(2.0, f[..., 0].exp()),  # its noise cannot be given: mapped
+        "Categorical": lambda f: dist.Categorical(logits=f),
+    }
+    model = observing(families[name], 3)
+    posterior, x = given(w=0.1 * torch.randn(1200, 2, 3)), torch.randn(5, 2)
+    monkeypatch.setattr(mapping, "BLOCK_VALUES", 21 * 20)  # 20 draws of 5 × 3 + 6 values
+    graphs = []
+    build = mapping._Graph
+    monkeypatch.setattr(mapping, "_Graph", lambda *a: graphs.append(build(*a)) or graphs[-1])
+    found = predictive(model, posterior, x, seed=1)
+    assert len(graphs) == (name != "Gamma")
+    monkeypatch.setattr(mapping, "TRACED_BLOCKS", 10**9)
+    expected = predictive(model, posterior, x, seed=1)
+    torch.testing.assert_close(found["f"], expected["f"])
+    blocks = found["y"][0].reshape(60, 20, 5).double()
+    assert all(not torch.equal(one, two) for one, two in itertools.pairwise(blocks))
+    y, again = found["y"][0].double(), expected["y"][0].double()
+    error = (y.var(0) / 1200 + again.var(0) / 1200).sqrt()
+    assert bool(((y.mean(0) - again.mean(0)).abs() < 5 * error).all())
+
+
+def test_a_model_that_reads_its_rows_is_not_frozen(monkeypatch):
+    """The branch that the first block of rows takes is not that of the second."""
+
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        f = x @ w if x.sum() > 0 else -(x @ w)
+        with pyro.plate("data", x.shape[0]):
+            pyro.sample("y", dist.Normal(f, 1.0), obs=y)
+        return f
+
+    monkeypatch.setattr(mapping, "BLOCK_VALUES", 20)
+    monkeypatch.setattr(runner, "BLOCK_ROWS", 3)
+    w, x = torch.randn(200, 2), torch.cat([torch.ones(3, 2), -torch.ones(3, 2)])
+    found = predictive(model, given(w=w), x)["f"][0]
+    torch.testing.assert_close(found, (w.sum(-1)[:, None]).expand(200, 6))
+
+
+@pytest.mark.parametrize("name", ["Beta", "Dirichlet"])
+def test_beta_and_dirichlet_are_mapped(name, monkeypatch):
+    families = {
+        "Beta": lambda f: dist.Beta(f.exp(), 2.0).to_event(1),
+        "Dirichlet": lambda f: dist.Dirichlet(f.exp()),
+    }
+    model = observing(families[name], 3)
+    posterior, x = given(w=0.3 * torch.randn(4000, 2, 3)), torch.randn(4, 2)
+    monkeypatch.setattr(mapping.DrawMap, "_untraced", _mapped_only)
+    sampled = predictive(model, posterior, x)["y"][0].double()
+    prediction = predict(model, posterior, x, quantiles=())
+    error = prediction.scale / 4000**0.5
+    assert bool(((sampled.mean(0) - prediction.mean).abs() < 5 * error).all())
+
+
+def _mapped_only(self, function, block, leaves):
+    return mapping._over_draws(function, block, leaves, mapping._FreshNoise())
+
+
+def test_large_draws_by_rows_equal_a_loop():
+    """Fault 19: 1,000 draws × 5,000 rows."""
+    x = torch.randn(5_000, 2)
+    posterior = prior_posterior(Toy(), x[:5], torch.randn(5), draws=1_000)
+    f, _ = by_hand(posterior, x)
+    torch.testing.assert_close(predictive(Toy(), posterior, x)["f"][0], f, rtol=1e-5, atol=1e-5)
+
+
 PEAK = """
 import resource, sys, torch
-sys.path[:0] = sys.argv[1:]
+sys.path[:0] = sys.argv[3:]
 from model_cases import Toy, prior_posterior
-from pbnn import predict
+import pbnn
 
-model, x = Toy(hidden=200), torch.randn(20_000, 2)
-posterior = prior_posterior(model, x[:5], torch.randn(5), draws=300)
+torch.set_num_threads(1)
+rows, draws, hidden, calls = (int(n) for n in sys.argv[1].split(","))
+model, x = Toy(hidden=hidden), torch.randn(rows, 2)
+posterior = prior_posterior(model, x[:5], torch.randn(5), draws=draws)
+{warm}
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-predict(model, posterior, x)
+{call}
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 """
 
 
-@pytest.mark.slow
-def test_peak_memory_of_a_large_prediction():
-    """300 draws × 20,000 rows × 200 hidden units (4.8 GB at once) stay far under 1 GB."""
+def growth(rows, draws, hidden, call="pbnn.predict(model, posterior, x)", out=""):
+    """Return by how many MB a fresh process grows, beyond what a small prediction takes."""
     here = Path(__file__).parent
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-c",
-        textwrap.dedent(PEAK),
-        str(here),
-        str(here.parent),
-    ]
-    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert float(out) < 300
+    code = PEAK.format(warm="pbnn.predict(model, posterior, x[:600])", call=call)
+    sizes = f"{rows},{draws},{hidden},1"
+    command = [sys.executable, "-W", "ignore", "-c", code, sizes, str(out), str(here)]
+    command.append(str(here.parent))
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return float(done.stdout)
+
+
+def test_memory_does_not_grow_with_rows():
+    """100,000 rows × 100 draws (80 MB for each number read, all at once), 10 numbers of a row."""
+    assert growth(100_000, 100, 5) < 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rows", "draws", "hidden"), [(20_000, 300, 200), (100_000, 1_000, 5), (1_000_000, 1_000, 5)]
+)
+def test_peak_memory_of_a_large_prediction(rows, draws, hidden):
+    """Fault 20; at once they would hold 5 to 20 GB."""
+    assert growth(rows, draws, hidden) < 300
+
+
+@pytest.mark.slow
+def test_log_likelihood_of_many_rows_goes_to_disk(tmp_path):
+    """Fault 27: 4,000 draws × 50,000 rows, 800 MB on disk; what is mapped is not held."""
+    call = "pbnn.log_likelihood(model, posterior, x, torch.randn(rows), out=sys.argv[2])"
+    assert growth(50_000, 4_000, 5, call=call, out=tmp_path / "scores.nc") < 300
 
 
 @pytest.mark.cuda
