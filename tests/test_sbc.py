@@ -12,11 +12,12 @@ from torch import nn
 from pbnn.front_door import bind
 from pbnn.infer.compiled import compile_step
 from pbnn.infer.density import Density
+from pbnn.infer.lanes import Rule
 from pbnn.infer.options import Options
 from pbnn.infer.sampler import sample
 from pbnn.model import isolated
 
-ROWS, BINS = 12, 8
+ROWS = 12
 
 
 class Network(PyroModule):
@@ -42,9 +43,11 @@ def output(values, x):
     return (torch.tanh(hidden) @ values["fc2.weight"].mT).squeeze(-1) + values["fc2.bias"]
 
 
-@pytest.mark.slow
-def test_ranks_of_the_truth_are_uniform():
-    replicates, draws = 400, 63
+@pytest.mark.parametrize(
+    ("replicates", "warmup", "draws", "thin", "depth", "bins"),
+    [(60, 50, 7, 3, 5, 4), pytest.param(400, 150, 63, 4, 10, 8, marks=pytest.mark.slow)],
+)
+def test_ranks_of_the_truth_are_uniform(replicates, warmup, draws, thin, depth, bins):
     x, probes = (
         torch.linspace(-2, 2, ROWS)[:, None].double(),
         torch.tensor([[-1.5], [0.3]]).double(),
@@ -58,7 +61,9 @@ def test_ranks_of_the_truth_are_uniform():
         f = output(values, x)
         y = f + values["scale"][:, None] * torch.randn(f.shape, dtype=torch.float64)
     density = Density(start, compile=False, lanes={"y": y})
-    options = Options(warmup=150, draws=draws, thin=4, target_accept=0.9)
+    options = Options(
+        warmup=warmup, draws=draws, thin=thin, target_accept=0.9, rule=Rule(max_tree_depth=depth)
+    )
 
     def stepper(engine):
         return compile_step(density.graph, density.data_tensors, engine)
@@ -68,7 +73,7 @@ def test_ranks_of_the_truth_are_uniform():
             density.value_and_grad,
             lambda: density.initial_prior(replicates, seed=2),
             options,
-            stepper=stepper,
+            stepper=stepper if replicates > 100 else None,
         )
         found = density.constrain(result.draws)
         lp = density.value_and_grad(z)[0]
@@ -81,5 +86,5 @@ def test_ranks_of_the_truth_are_uniform():
     # The number of draws below the truth is uniform on 0 … draws; 4 tests, 0.001 in all.
     for name, (true, drawn) in quantities.items():
         ranks = (drawn < true[:, None]).sum(1)
-        counts = torch.bincount(ranks * BINS // (draws + 1), minlength=BINS)
+        counts = torch.bincount(ranks * bins // (draws + 1), minlength=bins)
         assert stats.chisquare(counts.numpy()).pvalue > 0.00025, (name, counts)
