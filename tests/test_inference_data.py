@@ -116,9 +116,10 @@ def engine(monkeypatch):
         rng = np.random.default_rng(seed)
         return {"y": f + NOISE * rng.normal(size=f.shape), "f": f}
 
-    def log_likelihood(model, posterior, x, y, *, units=None, device=None, progress=False):
+    def log_likelihood(model, posterior, x, y, *, by_site, units=None, device=None, progress=False):
+        assert by_site
         z = (y - output(posterior, x)) / NOISE
-        return -0.5 * z**2 - np.log(NOISE) - 0.5 * np.log(2 * np.pi)
+        return {"y": -0.5 * z**2 - np.log(NOISE) - 0.5 * np.log(2 * np.pi)}
 
     stub = types.ModuleType("pbnn.prediction")
     stub.predictive, stub.log_likelihood, stub.calls = predictive, log_likelihood, calls
@@ -197,7 +198,7 @@ def test_arviz_works_on_the_file(data, engine, tmp_path):
         az.plot_ppc(read, num_pp_samples=20)
 
 
-def test_guide_draws_are_marked_and_get_no_rhat(data, engine, tmp_path):
+def test_guide_draws_are_marked_and_get_no_rhat(data, engine, tmp_path):  # fault 25
     x, y = data
     guide = linear_posterior(x, y, chains=1, draws=2000, markov=False)
     path = write_netcdf(to_inference_data(guide, model="linear", x=x, y=y), tmp_path / "svi.nc")
@@ -212,7 +213,7 @@ def test_guide_draws_are_marked_and_get_no_rhat(data, engine, tmp_path):
     assert elpd(az.loo(idata)) == pytest.approx(exact_loo(x, y), abs=0.1)
 
 
-def test_loo_of_a_collapsed_guide_is_why_the_mark_is_there(data, engine):
+def test_loo_of_a_collapsed_guide_is_why_the_mark_is_there(data, engine):  # fault 24
     x, y = data
     narrow = linear_posterior(x, y, chains=1, draws=2000, shrink=0.1, markov=False)
     idata = to_inference_data(narrow, model="linear", x=x, y=y)
@@ -252,7 +253,7 @@ def test_file_reads_back_the_same(data, engine, tmp_path):
     assert np.isfinite(group(back, "posterior")["f"].values).all()
 
 
-def test_log_likelihood_off_or_for_some_rows(data, engine):
+def test_log_likelihood_off_or_for_some_rows(data, engine):  # fault 27
     x, y = data
     posterior = linear_posterior(x, y)
     off = to_inference_data(posterior, model="linear", x=x, y=y, log_likelihood=False)
@@ -291,7 +292,7 @@ def test_frame_gives_its_columns_and_its_rows(data, engine):
     )
 
 
-def test_log_likelihood_equals_a_loop(data, engine):
+def test_log_likelihood_equals_a_loop(data, engine):  # fault 24
     x, y = data
     posterior = linear_posterior(x, y, chains=2, draws=3)
     values = group(to_inference_data(posterior, model="linear", x=x, y=y), "log_likelihood")["y"]
@@ -334,6 +335,46 @@ def test_prior_groups(data, engine):
         az.plot_ppc(idata, group="prior", num_pp_samples=20)
 
 
+def test_each_observed_site_has_its_own_likelihood(data, engine, tmp_path):
+    x, y = data
+    posterior = linear_posterior(x, y)
+    f = output(posterior, x)
+    scores = {"y": -0.5 * (y - f) ** 2, "z": -2.0 * (y - f) ** 2}
+    engine.predictive = lambda *args, **options: {"y": f, "z": f, "f": f}
+    engine.log_likelihood = lambda *args, **options: scores
+    idata = to_inference_data(posterior, model="m", x=x, y={"y": y, "z": y})
+    read = read_netcdf(write_netcdf(idata, tmp_path / "two.nc"))
+    assert set(group(read, "observed_data").data_vars) == {"y", "z"}
+    for name, values in scores.items():
+        assert group(read, "log_likelihood")[name].dims == ("chain", "draw", "obs_id")
+        np.testing.assert_array_equal(group(read, "log_likelihood")[name].values, values)
+    narrow, wide = (elpd(az.loo(read, var_name=name)) for name in ("y", "z"))
+    assert narrow != wide
+    assert np.isfinite([narrow, wide]).all()
+
+
+def test_warmup_groups_on_request(data, tmp_path):
+    x, y = data
+    posterior = linear_posterior(x, y)
+    warmup = linear_posterior(x, y, draws=80, shrink=3.0)
+    idata = to_inference_data(posterior, warmup=warmup, feature_names=["a", "b"])
+    read = read_netcdf(write_netcdf(idata, tmp_path / "warm.nc"))
+    assert group(read, "warmup_posterior").sizes["draw"] == 80
+    assert group(read, "posterior").sizes["draw"] == 500
+    assert group(read, "warmup_posterior")["layers.0.weight"].dims[2:] == (
+        "layers.0_out",
+        "layers.0_in",
+    )
+    assert set(group(read, "warmup_sample_stats").data_vars) == set(warmup.stats)
+    assert az.summary(read)["ess_bulk"].notna().all()
+
+
+def test_prior_draws_need_a_model(data):
+    x, y = data
+    with pytest.raises(DataError, match="prior=10 draws from the prior of a model at x; pass"):
+        to_inference_data(linear_posterior(x, y), x=x, prior=10)
+
+
 def test_without_model_the_draws_alone(data):
     x, y = data
     idata = to_inference_data(linear_posterior(x, y))
@@ -353,7 +394,7 @@ def test_last_axis_of_the_output_is_named(kind, engine, tmp_path):
     else:
         y, draws, end = rng.normal(size=(30, 3)), rng.normal(size=f.shape), "y_output"
     engine.predictive = lambda *args, **options: {"y": draws, "f": f}
-    engine.log_likelihood = lambda *args, **options: -rng.random((2, 60, 30)) - 1.0
+    engine.log_likelihood = lambda *args, **options: {"y": -rng.random((2, 60, 30)) - 1.0}
     posterior = Fake(draws={"scale": rng.random((2, 60))}, stats={"lp": rng.random((2, 60))})
     idata = to_inference_data(
         posterior, model="m", x=rng.normal(size=(30, 4)), y=y, coords={end: ["a", "b", "c"]}
@@ -516,7 +557,7 @@ def test_pbnn_import_needs_no_torch():
 
 @pytest.mark.skipif(ARVIZ1, reason="this Python has ArviZ 1.x itself")
 @pytest.mark.skipif(not OTHER_PYTHON, reason="PBNN_ARVIZ1_PYTHON names no Python with ArviZ 1.x")
-def test_file_opens_under_the_next_arviz(data, engine, tmp_path):
+def test_file_opens_under_the_next_arviz(data, engine, tmp_path):  # fault 25
     x, y = data
     idata = to_inference_data(linear_posterior(x, y), model="m", x=x, y=y, x_new=x[:7])
     path = write_netcdf(idata, tmp_path / "nuts.nc")

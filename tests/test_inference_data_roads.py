@@ -77,7 +77,7 @@ def by_hand(posterior, chain, draw, x, y):
     return f, log_normal(y, f, site["scale"]), prior, site["scale"]
 
 
-def test_log_likelihood_f_and_lp_equal_a_hand_loop(exported, toy):
+def test_log_likelihood_f_and_lp_equal_a_hand_loop(exported, toy):  # faults 24 and 26
     posterior, data = exported
     _, x, y = toy
     scores = group(data, "log_likelihood")["y"].values
@@ -95,7 +95,7 @@ def test_log_likelihood_f_and_lp_equal_a_hand_loop(exported, toy):
             np.testing.assert_allclose(lp[chain, draw], by_sum, rtol=1e-5, atol=1e-4)
 
 
-def test_both_roads_have_the_same_names_and_dims(fits, toy):
+def test_both_roads_have_the_same_names_and_dims(fits, toy):  # faults 19 and 25
     model, x, y = toy
     layouts = []
     for posterior in fits.values():
@@ -112,7 +112,7 @@ def test_both_roads_have_the_same_names_and_dims(fits, toy):
     assert "predictions/y" in layouts[0]
 
 
-def test_sample_stats(exported):
+def test_sample_stats(exported):  # fault 26
     posterior, data = exported
     stats = group(data, "sample_stats")
     if not posterior.markov:
@@ -137,7 +137,7 @@ def test_summary_and_marks(exported):
 
 
 @pytest.mark.parametrize("road", list(FITS))
-def test_deterministic_sites_are_exported(road):
+def test_deterministic_sites_are_exported(road):  # fault 21
     def model(x, y=None):
         w = pyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
         pyro.deterministic("contrast", w[0] - w[1])
@@ -176,6 +176,44 @@ def test_units_reach_every_group(fits, toy):
     )
 
 
+def test_prior_groups_from_a_number_of_draws(fits, toy):
+    model, x, y = toy
+    data = to_inference_data(fits["nuts"], model=model, x=x, y=y, prior=60, seed=5)
+    prior = group(data, "prior")
+    assert dict(prior.sizes)["draw"] == 60
+    assert set(prior.data_vars) == set(group(data, "posterior").data_vars)
+    drawn = pbnn.sample_prior(model, x, draws=60, seed=5)
+    np.testing.assert_array_equal(prior["scale"].values, drawn.draws["scale"].numpy())
+    expected = pbnn.prior_predictive(model, x, draws=60, seed=5)
+    np.testing.assert_array_equal(prior["f"].values, expected["f"].numpy())
+    np.testing.assert_array_equal(
+        group(data, "prior_predictive")["y"].values, expected["y"].numpy()
+    )
+    az.plot_ppc(data, group="prior", num_pp_samples=20)
+
+
+def test_several_observed_sites():
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        f = x @ w
+        with pyro.plate("data", x.shape[0]):
+            pyro.sample("first", dist.Normal(f, 0.5), obs=None if y is None else y["first"])
+            pyro.sample("count", dist.Poisson(f.exp()), obs=None if y is None else y["count"])
+        return f
+
+    x = torch.randn(20, 2, generator=torch.Generator().manual_seed(0))
+    y = {"first": x[:, 0], "count": torch.arange(20.0) % 3}
+    posterior = pbnn.sample_prior(model, x, draws=50)
+    data = to_inference_data(posterior, model=model, x=x, y=y)
+    f = posterior.draws["w"][0] @ x.T
+    scores = group(data, "log_likelihood")
+    by_hand = {"first": dist.Normal(f, 0.5), "count": dist.Poisson(f.exp())}
+    for name, fn in by_hand.items():
+        expected = fn.log_prob(y[name]).numpy()
+        np.testing.assert_allclose(scores[name].values[0], expected, rtol=1e-4, atol=1e-5)
+    assert set(group(data, "posterior_predictive").data_vars) == set(by_hand)
+
+
 def test_subset_of_rows_equals_those_rows(fits, toy):
     model, x, y = toy
     whole = to_inference_data(fits["nuts"], model=model, x=x, y=y, predictive_draws=0)
@@ -205,7 +243,7 @@ def test_same_seed_same_predictive_draws(fits, toy):
 
 
 def test_large_data_stay_within_a_gigabyte():
-    """4,000 draws × 50,000 rows: some rows of the log-likelihood, predictions of some draws."""
+    """Fault 27: 4,000 draws × 50,000 rows; likelihood of some rows, predictions of some draws."""
     code = """
 import resource, sys
 import numpy as np, torch, pbnn

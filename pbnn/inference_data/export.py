@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from pbnn._version import __version__
+from pbnn.errors import DataError
 from pbnn.inference_data.containers import Arrays, Container, as_array, build
 from pbnn.inference_data.labels import SAMPLED, UNSAMPLED, feature_coords, row_dims
 
@@ -62,7 +63,8 @@ def to_inference_data(
     x: Any = None,
     y: Any = None,
     x_new: Any = None,
-    prior: ExportablePosterior | None = None,
+    prior: ExportablePosterior | int | None = None,
+    warmup: ExportablePosterior | None = None,
     coords: Mapping[str, ArrayLike] | None = None,
     dims: Mapping[str, Sequence[str]] | None = None,
     feature_names: Sequence[str] | None = None,
@@ -78,12 +80,16 @@ def to_inference_data(
     Groups: posterior (latent and deterministic sites) and sample_stats always; observed_data with
     `y`; constant_data with `x`; with a model posterior_predictive at `x`, log_likelihood at `x` and
     `y`, predictions and predictions_constant_data at `x_new`; prior and prior_predictive with
-    `prior`. `f`, the output of the network, stands at x in posterior (and prior) unless
-    `predictive_draws` asks for fewer draws, and at x_new in predictions.
+    `prior`; warmup_posterior and warmup_sample_stats with `warmup`. `f`, the output of the network,
+    stands at x in posterior (and prior) unless `predictive_draws` asks for fewer draws, and at
+    x_new in predictions.
 
     Dims: rows are `obs_id`, new rows `pred_id`, columns of a two-dimensional x `feature`, columns
     of an observed site s `s_output`, the last axis of f `class` where y holds integers; layers are
     named as in `build`.
+
+    Each observed site has a log-likelihood of its own; with several, name one to ArviZ
+    (`az.loo(data, var_name="y")`), or add them up for the joint one.
 
     Draws of a guide are one chain. The attributes `pbnn_markov`, `pbnn_rhat` and `pbnn_loo` say
     what R-hat and `az.loo` are worth on the draws; `pbnn_provenance` is JSON.
@@ -94,7 +100,9 @@ def to_inference_data(
         x: Inputs `(n, …)`, or a dict of them, as they were given to the fit.
         y: Observed values `(n,)` or `(n, outputs)`, or a dict by site.
         x_new: Inputs to predict at.
-        prior: Draws from the prior, in the same form as `posterior`.
+        prior: Draws from the prior, in the same form as `posterior`; or how many to draw with
+            `model` at `x`, by `pbnn.sample_prior`.
+        warmup: The draws of warm-up, in the same form as `posterior`.
         coords: Labels by dim; they win over those made here. Keys as in `build`.
         dims: Names of axes by variable; they win over those made here. Keys as in `build`.
         feature_names: Labels of the columns of x, and of the inputs of the first weight matrix;
@@ -118,6 +126,8 @@ def to_inference_data(
     if feature_names is None and hasattr(x, "columns"):
         feature_names = [str(name) for name in x.columns]
     made: dict[str, ArrayLike] = {}
+    if isinstance(prior, int):
+        prior = _prior(model, x, prior, seed, device)
     if model is not None:
         options = {"units": units, "device": device, "progress": progress}
         sources: list[tuple[str, ExportablePosterior, Any]] = [
@@ -140,10 +150,12 @@ def to_inference_data(
                 labels = (coords or {}).get("obs_id", np.arange(length))
                 made["log_likelihood/obs_id"] = np.asarray(labels)[rows]
     named = row_dims(parts)
-    for name, source in (("posterior", posterior), ("prior", prior)):
+    held = {"posterior": posterior, "prior": prior, "warmup_posterior": warmup}
+    for name, source in held.items():
         if source is not None:
             parts[name] = {**source.draws, **source.deterministic, **parts.get(name, {})}
     parts["sample_stats"] = dict(posterior.stats)
+    parts["warmup_sample_stats"] = {} if warmup is None else dict(warmup.stats)
     return build(
         {name: parts[name] for name in SAMPLED + UNSAMPLED if parts.get(name)},
         coords={**made, **feature_coords(parts, feature_names), **(coords or {})},
@@ -200,14 +212,23 @@ def _log_likelihood(
     rows: NDArray[Any] | None,
     options: Mapping[str, Any],
 ) -> dict[str, NDArray[Any]]:
-    """Row-wise log-likelihood under the name of the observed site, or "joint" for several."""
+    """Row-wise log-likelihood by observed site."""
     from pbnn.prediction import log_likelihood
 
-    names = list(_named(y, "y"))
     if rows is not None:
         x, y = _take(x, rows), _take(y, rows)
-    values = log_likelihood(model, posterior, x, y, **options)
-    return {names[0] if len(names) == 1 else "joint": as_array(values)}
+    values = log_likelihood(model, posterior, x, y, by_site=True, **options)
+    return {name: as_array(value) for name, value in values.items()}
+
+
+def _prior(model: Any, x: Any, draws: int, seed: int, device: Any) -> ExportablePosterior:
+    """Draw from the prior of a model."""
+    if model is None or x is None:
+        raise DataError(f"prior={draws} draws from the prior of a model at x; pass model= and x=")
+    from pbnn.prior_draws import sample_prior
+
+    prior: ExportablePosterior = sample_prior(model, x, draws=draws, seed=seed, device=device)
+    return prior
 
 
 def _take(data: Any, rows: NDArray[Any]) -> Any:
