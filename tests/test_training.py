@@ -16,7 +16,7 @@ from pbnn.infer import training
 from pbnn.infer.batches import Batches
 from pbnn.infer.covariance import GaussianCovariance
 from pbnn.infer.guides import dense_moments
-from pbnn.infer.schedule import Plan
+from pbnn.infer.schedule import Plan, is_flat
 from pbnn.infer.training import Training, shrinking
 
 QUIET = {"progress": False, "early_stopping": False}
@@ -67,16 +67,16 @@ def test_default_rate_is_constant_and_then_falls_to_a_hundredth():
     step = Counting()
     run(step, steps=300, lr=0.5)
     rates = [lr for _, _, lr in step.calls]
-    assert rates[:200] == [0.5] * 200
-    expected = [0.5 * 0.01 ** (k / 100) for k in range(100)]
-    assert rates[200:] == pytest.approx(expected)
+    assert rates[:150] == [0.5] * 150
+    expected = [0.5 * 0.01 ** (k / 150) for k in range(150)]
+    assert rates[150:] == pytest.approx(expected)
 
 
 def test_rate_falls_from_the_plateau_on():
     step = Counting()
     done = run(step, steps=30_000, lr=0.5, early_stopping=True)
     assert done.ended == "plateau"
-    assert (done.done, done.messages) == (1_500, [])  # ten windows that do not rise, and half more
+    assert (done.done, done.messages) == (2_000, [])  # ten windows that do not rise, and as many
     assert step.calls[999][2] == 0.5
     assert step.calls[-1][2] == pytest.approx(0.005, rel=0.02)
 
@@ -103,6 +103,14 @@ def test_a_schedule_is_recorded_by_name(toy):
     assert options["schedule"].endswith("falling")
 
 
+@pytest.mark.parametrize(("slope", "flat"), [(0.0, True), (0.05, False)])
+def test_a_slow_rise_under_noise_is_no_plateau(slope, flat):
+    """It does not stand out in five windows, whose mean has an error of 0.45, but does in 25."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(100, generator=generator)
+    assert is_flat((noise + slope * torch.arange(100)).tolist()) is flat
+
+
 def test_another_schedule_ends_on_the_plateau_itself():
     done = run(Counting(), steps=30_000, schedule="constant", early_stopping=True)
     assert (done.ended, done.done) == ("plateau", 1_000)
@@ -122,7 +130,7 @@ def test_weight_of_the_kl_rises_and_is_recorded():
 def test_no_plateau_counts_while_the_weight_rises():
     step = Counting()
     done = run(step, steps=30_000, kl_annealing=2_000, early_stopping=True)
-    assert done.done == 4_500  # 2,000 and ten windows, and half more
+    assert done.done == 6_000  # 2,000 and ten windows, and as many
 
 
 def test_a_fit_that_is_stopped_while_the_weight_rises_says_so():
@@ -159,9 +167,9 @@ def test_average_is_the_mean_over_the_last_phase_at_a_constant_rate():
     step = Counting()
     done = run(step, steps=300, lr=0.5, average=True)
     assert {lr for _, _, lr in step.calls} == {0.5}
-    assert done.averaged == 10
-    # The counts 210, 220, …, 300.
-    torch.testing.assert_close(step.parameters[0], torch.full((2,), 255.0))
+    assert done.averaged == 15
+    # The counts 160, 170, …, 300.
+    torch.testing.assert_close(step.parameters[0], torch.full((2,), 230.0))
 
 
 def test_averaging_takes_the_noise_of_small_batches_off():
@@ -275,7 +283,7 @@ def tensors(posterior):
     [
         {"guide": "kronecker", "steps": 90, "batch_size": 7, "kl_annealing": 30},
         {"guide": "normal", "steps": 320, "average": True},  # long enough to be traced
-        {"guide": "normal", "steps": 3_000, "early_stopping": True, "schedule": "constant"},
+        {"guide": "normal", "steps": 3_000, "early_stopping": True, "lr": 0.1},
     ],
     ids=["batches", "traced", "plateau"],
 )
@@ -293,7 +301,7 @@ def test_a_run_that_goes_on_gives_the_same_bits(toy, tmp_path, monkeypatch, opti
 
     whole = fit(Model(), toy, **options)
     with monkeypatch.context() as patch:
-        killed(patch, after=75)
+        killed(patch, after=75 if options["steps"] < 3_000 else whole.history["elbo"].numel() - 25)
         with pytest.raises(Killed):
             fit(Model(), toy, checkpoint=tmp_path, **options)
     assert [path.name for path in tmp_path.iterdir()] == ["state.pt"]

@@ -12,11 +12,11 @@ from pbnn.errors import FitError
 __all__ = ["SCHEDULES", "Plan", "is_flat"]
 
 SCHEDULES = ("plateau", "constant", "cosine")
-# The last phase lasts this share of the steps before it, and brings the rate down to this share.
-_LAST_LENGTH = 0.5
+# The last phase is as long as the steps before it, and brings the rate down to this share.
 _FINAL_RATE = 0.01
-# The plateau counts when the smoothed ELBO has not risen over this many windows.
-PATIENCE = 5
+# The plateau counts when the smoothed ELBO has not risen over the last quarter of the run, or over
+# so many windows where that is more: a slow rise under noise would pass for flat over few of them.
+_PATIENCE, _SHARE = 5, 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,12 +90,12 @@ class Plan:
     @property
     def last_phase(self) -> int:
         """Step at which the last phase begins, where no plateau is met before."""
-        return 2 * self.steps // 3
+        return self.steps // 2
 
     def end_after(self, plateau: int) -> int:
         """Return the step at which the run ends, when a plateau was met after so many steps."""
         if self.schedule == "plateau" or self.average:
-            return min(self.steps, int(plateau * (1 + _LAST_LENGTH)))
+            return min(self.steps, 2 * plateau)
         return plateau
 
     def plain(self) -> dict[str, Any]:
@@ -107,10 +107,15 @@ class Plan:
 
 
 def is_flat(windows: list[float]) -> bool:
-    """Whether the mean ELBO of the last windows rose by no more than its standard error."""
-    if len(windows) < 2 * PATIENCE:
+    """Whether the mean ELBO of the last windows rose by no more than its standard error.
+
+    Args:
+        windows: Mean ELBO of each window of steps.
+    """
+    count = max(_PATIENCE, len(windows) // _SHARE)
+    if len(windows) < 2 * count:
         return False
-    before = torch.tensor(windows[-2 * PATIENCE : -PATIENCE], dtype=torch.float64)
-    after = torch.tensor(windows[-PATIENCE:], dtype=torch.float64)
-    error = ((before.var() + after.var()) / PATIENCE).sqrt()
+    before = torch.tensor(windows[-2 * count : -count], dtype=torch.float64)
+    after = torch.tensor(windows[-count:], dtype=torch.float64)
+    error = ((before.var() + after.var()) / count).sqrt()
     return bool(after.mean() - before.mean() <= error)

@@ -76,7 +76,7 @@ def fit_svi(
     steps: int = 10_000,
     lr: float = 0.01,
     schedule: str | Callable[[float], float] = "plateau",
-    particles: int | None = None,
+    particles: int = 2,
     batch_size: int | None = None,
     estimator: Estimator = "pathwise",
     clip: float | None = None,
@@ -116,12 +116,13 @@ def fit_svi(
             the guides named above; "fan_in" is 0.02 / sqrt(fan in) for each site.
         steps: Largest number of optimiser steps.
         lr: Learning rate of Adam at the start.
-        schedule: "plateau" keeps the rate until the smoothed ELBO stops rising, or until two thirds
-            of `steps`, and then lets it fall exponentially to a hundredth; "constant"; "cosine";
-            or a function from the share of `steps` done to the factor of `lr`.
-        particles: Draws of the guide in each step; 2 by default with `batch_size`, else 1. An even
-            number comes in mirrored pairs, whose noise is equal but for its sign: what a batch and
-            the noise do together cancels, which would blur the scales.
+        schedule: "plateau" keeps the rate until the smoothed ELBO stops rising, or until half of
+            `steps`, and then lets it fall exponentially to a hundredth over as many steps again;
+            "constant"; "cosine"; or a function from the share of `steps` done to the factor of
+            `lr`.
+        particles: Draws of the guide in each step. An even number comes in mirrored pairs, whose
+            noise is equal but for its sign: what is linear in it cancels in the gradient of the
+            means, and what a batch and the noise do together, which would blur the scales.
         batch_size: Rows in each step; all by default. It scales sites inside plate `data` by
             rows / batch size, and nothing else.
         estimator: How noise enters; see `pbnn.infer.step.make_step`.
@@ -166,8 +167,6 @@ def fit_svi(
         raise FitError(f"draws={draws}; expected 1 or more")
     if resume and checkpoint is None:
         raise FitError("resume=True goes on from a checkpoint; pass checkpoint=FOLDER too")
-    if particles is None:
-        particles = 1 if batch_size is None else 2
     options = _StepOptions(
         particles=particles, batch_size=batch_size, estimator=estimator, clip=clip
     )

@@ -328,7 +328,7 @@ def shrinking(scales: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """
     found = {}
     for name, values in scales.items():
-        before = values[: 2 * len(values) // 3]
+        before = values[: len(values) // 2]
         if len(values) < 4 or values[-1] > COLLAPSED:
             continue
         if before[-1] < (1 - FALL) * before[3 * len(before) // 4 - 1]:
