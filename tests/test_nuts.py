@@ -66,7 +66,7 @@ def test_the_posterior_holds_what_a_nuts_fit_knows(toy):
     assert max(record["leapfrogs"]) <= record["calls"]
 
 
-def test_lp_is_the_log_joint_on_the_unconstrained_space(toy):
+def test_lp_is_the_log_joint_on_the_unconstrained_space(toy):  # fault 26
     model, x, y = toy
     posterior = fit(model, x, y, chains=1, warmup=5, draws=3, dtype=torch.float64)
     for draw in range(3):
@@ -94,7 +94,7 @@ def test_chains_differ_and_seeds_repeat(toy):
     assert not torch.equal(weight[1], weight[2])
 
 
-def test_chains_of_a_model_that_no_other_process_could_import():
+def test_chains_of_a_model_that_no_other_process_could_import():  # fault 10
     scale = torch.tensor(2.0)
 
     class Local(pyro.nn.PyroModule):
@@ -114,7 +114,7 @@ def test_chains_of_a_model_that_no_other_process_could_import():
 
 
 @pytest.mark.parametrize("algorithm", ["nuts", "hmc"])
-def test_a_run_that_failed_is_loud(toy, algorithm):
+def test_a_run_that_failed_is_loud(toy, algorithm):  # fault 11
     with pytest.warns(ConvergenceWarning) as told:
         pbnn.fit_nuts(
             *toy,
@@ -254,7 +254,7 @@ def test_the_caller_and_its_model_stay_as_they_were(toy):
 
 
 @pytest.mark.parametrize("fits", [4, pytest.param(20, marks=pytest.mark.slow)])
-def test_fits_in_a_row_do_not_grow_in_memory(toy, fits):
+def test_fits_in_a_row_do_not_grow_in_memory(toy, fits):  # fault 12
     def resident():
         gc.collect()
         with open("/proc/self/statm") as file:  # noqa: PTH123
