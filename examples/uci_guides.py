@@ -211,7 +211,7 @@ def main() -> None:
     parser.add_argument("--datasets", nargs="+", default=["yacht", "energy", "concrete"])
     parser.add_argument("--splits", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--hidden", type=int, default=50)
-    parser.add_argument("--steps", type=int, default=10_000, help="of SVI, at most")
+    parser.add_argument("--steps", type=int, default=20_000, help="of SVI, at most")
     parser.add_argument("--chains", type=int, default=4)
     parser.add_argument("--warmup", type=int, default=500)
     parser.add_argument("--draws", type=int, default=500, help="of each chain")
