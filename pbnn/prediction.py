@@ -27,7 +27,7 @@ from pbnn.model import Data, Model, isolated
 from pbnn.monte_carlo import MonteCarlo
 from pbnn.prior_draws import sample_prior
 from pbnn.runner import Reader, Runner, is_loader, rows_of
-from pbnn.summary import Prediction, Summary, summarise
+from pbnn.summary import Prediction, Rows, summarise
 
 if TYPE_CHECKING:
     from pbnn.data import Units
@@ -86,12 +86,14 @@ def predict(
     runner = Runner(model, posterior, x, device, y, scored=True)
     read = _moments(runner, sample=bool(quantiles))
     monte_carlo = MonteCarlo(posterior.chains, posterior.draws_per_chain, markov=posterior.markov)
+    count = None if is_loader(x) else rows_of(x)
+    values, mcse = Rows(count), Rows(count)
     with isolated(seed, runner.device), torch.no_grad():
-        parts = [
-            summarise(runner.gather(read, rows), monte_carlo, quantiles)
-            for rows in runner.row_blocks(progress=progress)
-        ]
-    return _joined(parts, runner, quantiles, units)
+        for rows in runner.row_blocks(progress=progress):
+            found = summarise(runner.gather(read, rows), monte_carlo, quantiles)
+            values.write({name: value[: runner.rows] for name, (value, _) in found.items()})
+            mcse.write({name: error[: runner.rows] for name, (_, error) in found.items()})
+    return _joined(values.whole(), mcse.whole(), runner, quantiles, units)
 
 
 def predictive(
@@ -358,22 +360,20 @@ def _moments(runner: Runner, *, sample: bool) -> Reader:
 
 
 def _joined(
-    parts: Sequence[Summary], runner: Runner, quantiles: Sequence[float], units: "Units | None"
+    values: dict[str, Tensor],
+    mcse: dict[str, Tensor],
+    runner: Runner,
+    quantiles: Sequence[float],
+    units: "Units | None",
 ) -> Prediction:
-    """Put the blocks of rows together, in the user's units."""
+    """Return all rows as a prediction in the user's units."""
     loc, scale = _loc_scale(units)
-    shift = sum(_log_scale(runner, units).values())
-    values, mcse = {}, {}
-    for name in parts[0]:
-        value, error = (
-            torch.cat([part[name][k] for part in parts])[: runner.rows] for k in range(2)
-        )
-        if name == "log_predictive_density":
-            value = value - shift
-        elif "mean" in parts[0]:
-            value, error = value * scale, error * scale
-            value = value + loc if name == "mean" or name.startswith("q") else value
-        values[name], mcse[name] = value, error
+    if "log_predictive_density" in values:
+        values["log_predictive_density"] -= sum(_log_scale(runner, units).values())
+    if "mean" in values and units is not None:
+        for name in values.keys() - {"log_predictive_density"}:
+            shift = loc if name == "mean" or name.startswith("q") else 0.0
+            values[name], mcse[name] = values[name] * scale + shift, mcse[name] * scale
     if "mean" in values and values["mean"].isnan().any():
         row = int(values["mean"].reshape(runner.rows, -1).isnan().any(1).nonzero()[0])
         raise ModelError(

@@ -13,7 +13,7 @@ from pbnn.monte_carlo import MonteCarlo
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Prediction", "Summary", "summarise"]
+__all__ = ["Prediction", "Rows", "Summary", "summarise"]
 
 Summary = dict[str, tuple[Tensor, Tensor]]
 """Numbers by name, each with its Monte Carlo error."""
@@ -96,6 +96,41 @@ class Prediction:
             "log_predictive_density": self.log_predictive_density,
         }
         return {name: value for name, value in named.items() if value is not None}
+
+
+class Rows:
+    """Numbers by name for one block of rows after another, in one tensor each.
+
+    Tensors grow by doubling: many small ones that live on would lie between the large ones that
+    come and go, and keep the memory of all of them.
+
+    Args:
+        rows: Number of rows to come, where it is known.
+    """
+
+    def __init__(self, rows: int | None) -> None:
+        self._room = rows or 0
+        self._count = 0
+        self._held: dict[str, Tensor] = {}
+
+    def write(self, values: Mapping[str, Tensor]) -> None:
+        """Write the next rows, each `(rows, …)`."""
+        stop = self._count + len(next(iter(values.values())))
+        if stop > self._room:
+            self._room = max(stop, 2 * self._room)
+            for name, value in self._held.items():
+                larger = value.new_empty((self._room, *value.shape[1:]))
+                larger[: self._count] = value[: self._count]
+                self._held[name] = larger
+        for name, value in values.items():
+            if name not in self._held:
+                self._held[name] = value.new_empty((self._room, *value.shape[1:]))
+            self._held[name][self._count : stop] = value
+        self._count = stop
+
+    def whole(self) -> dict[str, Tensor]:
+        """Return all rows."""
+        return {name: value[: self._count] for name, value in self._held.items()}
 
 
 def _columns(
