@@ -29,6 +29,8 @@ def test_independent_draws_converge(independent):
     assert found.verdict == "converged"
     assert found.rhat.shape == found.ess.shape == (30,)
     assert set(found.rhat_scalars) == {"lp", "sigma"}
+    assert set(found.ess_scalars) == {"lp", "sigma"}
+    assert min(found.ess_scalars.values()) > 800
     assert str(found).startswith("converged: 4 chains of 400 draws; ")
     assert "worst input" in str(found)
 
@@ -127,6 +129,16 @@ def test_usable_is_not_converged(independent):
     assert str(found).startswith("not converged, but usable: ")
 
 
+def test_weights_are_marked_as_not_comparable(independent):  # fault 31
+    x, posterior = independent
+    found = check_convergence(Toy(), posterior, x[:2])
+    assert found.not_comparable == ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
+    words = "not comparable between chains: fc1.weight, fc1.bias, fc2.weight, fc2.bias"
+    assert words in str(found)
+    assert found.bfmi.size == 0
+    assert found.cautions == ()
+
+
 def test_divergences_and_saturated_trees_are_counted(independent):
     x, posterior = independent
     flags = torch.zeros(4, 400, dtype=torch.bool)
@@ -134,7 +146,27 @@ def test_divergences_and_saturated_trees_are_counted(independent):
     stats = {**posterior.stats, "diverging": flags, "reached_max_treedepth": ~flags}
     found = check_convergence(Toy(), replace(posterior, stats=stats), x[:2])
     assert (found.divergences, found.saturated) == (3, 1597)
-    assert str(found).endswith("3 divergences, 1597 saturated trees")
+    assert "; 3 divergences, 1597 saturated trees; " in str(found)
+    assert str(found).endswith(
+        "caution: 3 of 1600 draws diverged, 1597 of 1600 trees reached the maximum depth"
+    )
+
+
+def test_fraction_of_missing_information_is_arvizs(independent):
+    """Energies that drift: the changes are small beside the spread."""
+    x, posterior = independent
+    steps = torch.randn(4, 400, generator=torch.Generator().manual_seed(0))
+    steps[0] = steps[0].cumsum(0)
+    found = check_convergence(
+        Toy(), replace(posterior, stats={**posterior.stats, "energy": steps}), x[:2]
+    )
+    by_arviz = az.bfmi(steps.double().numpy())
+    np.testing.assert_allclose(found.bfmi, by_arviz, rtol=5e-3)  # it divides by n - 1 somewhere
+    assert found.bfmi[0] < 0.3 < found.bfmi[1:].min()
+    (caution,) = found.cautions
+    assert caution.startswith("E-BFMI is 0.0")
+    still = replace(posterior, stats={**posterior.stats, "energy": torch.zeros(4, 400)})
+    assert "E-BFMI is nan" in str(check_convergence(Toy(), still, x[:2]))
 
 
 def test_independent_draws_of_a_guide_have_no_r_hat(independent):

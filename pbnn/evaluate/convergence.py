@@ -1,7 +1,7 @@
 """Did the chains converge, where it matters: on f(x) at probe inputs, lp and scalar sites.
 
-Weights are not looked at: hidden units permute and change sign between chains, so R-hat on them
-says nothing about the function.
+Weights are named as not comparable and not looked at: hidden units permute and change sign between
+chains, so R-hat on them says nothing about the function.
 """
 
 from dataclasses import dataclass
@@ -23,6 +23,10 @@ RHAT = 1.01
 RHAT_USABLE = 1.05
 ESS = 400
 PROBES = 100
+# Below it, energy changes too little from draw to draw to cross the posterior (Betancourt 2016).
+BFMI = 0.3
+# Trees that may reach the maximum depth before it is worth a word: `fit_nuts` warns beyond, too.
+SATURATED = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +37,11 @@ class Convergence:
         rhat: Rank-normalised split R-hat of f(x) by probe input, `(probes,)`; worst output.
         ess: Bulk effective sample size of f(x) by probe input, `(probes,)`; worst output.
         rhat_scalars: R-hat of `lp` and of the scalar sites, by name.
+        ess_scalars: Bulk effective sample size of the same.
+        not_comparable: Names of the other sites, such as weights: between chains they are not the
+            same quantity, so nothing was computed on them.
+        bfmi: Estimated Bayesian fraction of missing information of each chain, `(chains,)`; empty
+            where the draws have no energy.
         divergences: Number of draws that ended in a divergence.
         saturated: Number of draws that reached the maximum tree depth.
         chains: Number of chains.
@@ -43,24 +52,54 @@ class Convergence:
     rhat: NDArray[np.float64]
     ess: NDArray[np.float64]
     rhat_scalars: dict[str, float]
+    ess_scalars: dict[str, float]
+    not_comparable: tuple[str, ...]
+    bfmi: NDArray[np.float64]
     divergences: int
     saturated: int
     chains: int
     draws: int
     verdict: str
 
+    @property
+    def cautions(self) -> tuple[str, ...]:
+        """What R-hat cannot see: parts of the posterior that all chains alike may have missed."""
+        found = []
+        total = self.chains * self.draws
+        if self.divergences:
+            found.append(f"{self.divergences} of {total} draws diverged")
+        if self.saturated > SATURATED * total:
+            found.append(f"{self.saturated} of {total} trees reached the maximum depth")
+        # Not "below": NaN, of a chain that never moves, is a caution too.
+        if self.bfmi.size and not self.bfmi.min() >= BFMI:
+            found.append(
+                f"E-BFMI is {self.bfmi.min():.2f} in the worst chain (0.3 and more is good)"
+            )
+        return tuple(found)
+
     def __str__(self) -> str:
         good = (self.rhat < RHAT) & (self.ess > ESS)
         worst = int(np.nanargmax(np.nan_to_num(self.rhat, nan=np.inf)))
         verdict = "not converged, but usable" if self.verdict == "usable" else self.verdict
-        scalars = ", ".join(f"{name} {value:.3f}" for name, value in self.rhat_scalars.items())
-        return (
-            f"{verdict}: {self.chains} chains of {self.draws} draws; {good.mean():.0%} of "
-            f"{len(good)} probe inputs have R-hat < {RHAT} and bulk ESS > {ESS} "
-            f"({SHARE:.0%} needed); worst input {worst}: R-hat {self.rhat[worst]:.3f}, "
-            f"ESS {self.ess[worst]:.0f}; R-hat of {scalars}; {self.divergences} divergences, "
-            f"{self.saturated} saturated trees"
+        scalars = ", ".join(
+            f"{name} {value:.3f} (ESS {self.ess_scalars[name]:.0f})"
+            for name, value in self.rhat_scalars.items()
         )
+        parts = [
+            f"{verdict}: {self.chains} chains of {self.draws} draws",
+            f"{good.mean():.0%} of {len(good)} probe inputs have R-hat < {RHAT} and bulk ESS > "
+            f"{ESS} ({SHARE:.0%} needed)",
+            f"worst input {worst}: R-hat {self.rhat[worst]:.3f}, ESS {self.ess[worst]:.0f}",
+            f"R-hat of {scalars}",
+            f"{self.divergences} divergences, {self.saturated} saturated trees",
+        ]
+        if self.bfmi.size:
+            parts.append(f"E-BFMI {self.bfmi.min():.2f} to {self.bfmi.max():.2f}")
+        if self.not_comparable:
+            parts.append(f"not comparable between chains: {', '.join(self.not_comparable)}")
+        if self.cautions:
+            parts.append(f"caution: {', '.join(self.cautions)}")
+        return "; ".join(parts)
 
 
 def check_convergence(
@@ -70,7 +109,9 @@ def check_convergence(
 
     Converged: 95% of probe inputs have R-hat < 1.01 and bulk ESS > 400. Usable: 95% have
     R-hat < 1.05. R-hat of 1.05 or more on `lp` or a scalar site means not converged, and so does
-    NaN: a single chain, fewer than 4 draws, a value that never changes.
+    NaN: a single chain, fewer than 4 draws, a value that never changes. Divergences, saturated
+    trees and E-BFMI (Betancourt 2016, "Diagnosing suboptimal cotangent disintegrations in
+    Hamiltonian Monte Carlo", eq. 15) are cautions beside the verdict.
     (Vehtari et al. 2021, "Rank-normalization, folding, and localization", eqs. 4, 10 and 14.)
 
     Args:
@@ -92,20 +133,37 @@ def check_convergence(
     scalars = {"lp": posterior.stats["lp"]} | {
         name: value for name, value in posterior.draws.items() if value.ndim == 2
     }
-    rhats = {name: _diagnose(_numpy(value), "rhat") for name, value in scalars.items()}
+    rhats, sizes = (
+        {name: _diagnose(_numpy(value), kind) for name, value in scalars.items()}
+        for kind in ("rhat", "ess")
+    )
     stats = posterior.stats
+
+    def count(name: str) -> int:
+        return int(stats[name].sum()) if name in stats else 0
+
     return Convergence(
         rhat=rhat,
         ess=ess,
         rhat_scalars=rhats,
-        divergences=int(stats["diverging"].sum()) if "diverging" in stats else 0,
-        saturated=int(stats["reached_max_treedepth"].sum())
-        if "reached_max_treedepth" in stats
-        else 0,
+        ess_scalars=sizes,
+        not_comparable=tuple(name for name in posterior.draws if name not in scalars),
+        bfmi=_bfmi(_numpy(stats["energy"])) if "energy" in stats else np.empty(0),
+        divergences=count("diverging"),
+        saturated=count("reached_max_treedepth"),
         chains=posterior.chains,
         draws=posterior.draws_per_chain,
         verdict=_verdict(rhat, ess, list(rhats.values())),
     )
+
+
+def _bfmi(energy: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the E-BFMI of each chain of energies `(chain, draw)`; NaN for fewer than 2 draws."""
+    if energy.shape[1] < 2:
+        return np.full(len(energy), np.nan)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio: NDArray[np.float64] = np.square(np.diff(energy)).mean(1) / energy.var(1)
+    return ratio
 
 
 def probe_rows(x: Data, count: int = PROBES) -> Data:
