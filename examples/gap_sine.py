@@ -11,7 +11,7 @@ import matplotlib
 import torch
 
 import pbnn
-from pbnn.plots import plot_band, save
+from pbnn.plots import legend_below, plot_band, save
 from pbnn.plots.figures import grid
 
 MODEL = Path(__file__).parents[1] / "models" / "regression.py"
@@ -51,11 +51,12 @@ def main() -> None:
             f.numpy(),
             line[:, 0].numpy(),
             points=(x[:, 0].numpy(), y.numpy()),
-            legend=axes is panels[0],
+            legend=False,
             ax=axes,
         )
         axes.set_title(name)
         axes.label_outer()
+    legend_below(panels)
     print(save(panels, arguments.out))
 
 

@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from pbnn import plots
 from pbnn.errors import DataError
 from pbnn.inference_data import build, read_netcdf, write_netcdf
+from pbnn.plots.figures import grid
 
 CHAINS, DRAWS, ROWS = 2, 200, 80
 
@@ -93,6 +94,8 @@ def texts(figure):
         yield from (*tick_labels(ax.xaxis), *tick_labels(ax.yaxis))
         if legend := ax.get_legend():
             yield from legend.get_texts()
+    for legend in figure.legends:
+        yield from legend.get_texts()
 
 
 def inner(box):
@@ -256,6 +259,46 @@ def test_band_runs_over_the_new_inputs_in_order(data):
     np.testing.assert_allclose(ax.lines[1].get_xdata(), x)
 
 
+def test_legend_of_a_band_covers_nothing(data):
+    ax = plots.plot_band(data)
+    figure = ax.get_figure()
+    figure.canvas.draw()
+    (legend,) = figure.legends
+    assert not legend.get_window_extent().overlaps(ax.get_window_extent())
+    words = [text.get_text() for text in legend.get_texts()]
+    assert words == ["90% of f(x)", "50% of f(x)", "mean of f(x)", "data"]
+    panels = grid(2)
+    for panel in panels:
+        plots.plot_band(data, legend=False, ax=panel)
+    plots.legend_below(panels)
+    shared = panels[0].get_figure()
+    shared.canvas.draw()
+    assert [text.get_text() for text in shared.legends[0].get_texts()] == words
+    for panel in panels:
+        assert not shared.legends[0].get_window_extent().overlaps(panel.get_window_extent())
+
+
+def test_scales_of_f_from_files(data):
+    other = inference_data(seed=3)
+    ax = plots.plot_scales(data, {"other": other, "same": data})
+    f, g = (np.asarray(d["predictions"]["f"]).reshape(-1, 25).std(0) for d in (data, other))
+    np.testing.assert_allclose(ax.lines[1].get_xydata(), np.stack([f, g], 1))
+    assert "same: median ratio 1.00" in [t.get_text() for t in ax.get_legend().get_texts()]
+    plain = build({"posterior": {"f": np.random.default_rng(0).normal(size=(1, 9, 5))}})
+    assert len(plots.plot_scales(plain, {"a": plain}).lines[1].get_xdata()) == 5
+
+
+def test_reliability_counts_the_draws_of_a_file(tmp_path):
+    draws = np.array([[[0, 1, 2, 2], [0, 1, 2, 0], [0, 1, 1, 2], [1, 1, 2, 2]]])
+    y = np.array([0, 1, 1, 2])
+    groups = {"posterior_predictive": {"y": draws}, "observed_data": {"y": y}}
+    built = build(groups, dims={"y": ["obs_id"]})
+    read = read_netcdf(write_netcdf(built, tmp_path / "classes.nc"))
+    counted = plots.plot_reliability(read).lines[-1].get_xydata()
+    p = np.array([[0.75, 0.25, 0], [0, 1, 0], [0, 0.25, 0.75], [0.25, 0, 0.75]])
+    np.testing.assert_allclose(counted, plots.plot_reliability(p, y).lines[-1].get_xydata())
+
+
 def test_band_from_arrays():
     f = np.stack([np.zeros(3), np.ones(3)])
     ax = plots.plot_band(f, [2.0, 0.0, 1.0], points=([0.0], [0.5]), levels=[0.5])
@@ -276,6 +319,8 @@ def test_effective_rank():
     ax = plots.plot_spectrum({"flat": np.ones(7), "one": [1.0, 1e-12]})
     labels = [text.get_text() for text in ax.get_legend().get_texts()]
     assert labels == ["flat: effective rank 7.0", "one: effective rank 1.0"]
+    leading = plots.plot_spectrum({"flat": np.ones(3)}, ranks={"flat": 7.0})
+    assert leading.get_legend().get_texts()[0].get_text() == "flat: effective rank 7.0"
 
 
 def test_posterior_predictive_panels_share_their_bins(data):
@@ -330,6 +375,13 @@ def test_save_is_whole_or_absent(tmp_path, monkeypatch):
         (
             lambda: plots.plot_reliability([[0.5, 0.5]], [0, 1]),
             r"expected \(n, classes\) and \(n,\)",
+        ),
+        (lambda: plots.plot_reliability([0.5, 0.5]), "probabilities come without y"),
+        (
+            lambda: plots.plot_scales(
+                build({"posterior": {"f": np.zeros((1, 2, 3, 2))}}), {"a": [1.0]}
+            ),
+            "f has several outputs",
         ),
         (lambda: plots.plot_scales([1.0], {"a": [1.0, 2.0]}), r"a: scales have shape \(2,\)"),
         (lambda: plots.plot_scales([1.0, 1.0], {"a": [1.0, 0.0]}), "a: 1 scales are not above 0"),

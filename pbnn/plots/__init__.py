@@ -4,7 +4,7 @@ They read plain arrays, or the container of `inference_data` (from a file, too),
 made here belong to a figure of their own, outside pyplot; `save` writes it.
 """
 
-from pbnn.plots.figures import save
+from pbnn.plots.figures import legend_below, save
 from pbnn.plots.posterior import plot_band, plot_elbo, plot_scales, plot_spectrum
 from pbnn.plots.predictive import (
     plot_calibration,
@@ -17,6 +17,7 @@ from pbnn.plots.run import draw_run
 
 __all__ = [
     "draw_run",
+    "legend_below",
     "plot_band",
     "plot_calibration",
     "plot_elbo",

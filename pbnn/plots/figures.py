@@ -22,6 +22,7 @@ __all__ = [
     "WIDE",
     "grid",
     "label",
+    "legend_below",
     "limits",
     "new_axes",
     "save",
@@ -85,6 +86,20 @@ def grid(panels: int) -> list[Axes]:
     for unused in axes[panels:]:
         unused.set_axis_off()
     return list(axes[:panels])
+
+
+@mpl.rc_context(STYLE)
+def legend_below(axes: Axes | Sequence[Axes]) -> None:
+    """Draw one legend below all panels of a figure made here, where it covers nothing.
+
+    Args:
+        axes: The panels; the entries are those of the first.
+    """
+    first = axes if isinstance(axes, Axes) else axes[0]
+    figure = first.get_figure(root=True)
+    assert figure is not None
+    handles, labels = first.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), columnspacing=1.2)
 
 
 def label(text: str, units: str) -> str:

@@ -10,8 +10,8 @@ from numpy.typing import ArrayLike
 
 from pbnn.errors import DataError
 from pbnn.inference_data import Container
-from pbnn.plots.figures import BLUE, SERIES, STYLE, WIDE, label, limits, new_axes
-from pbnn.plots.sources import band_of, flat, is_container
+from pbnn.plots.figures import BLUE, SERIES, STYLE, WIDE, label, legend_below, limits, new_axes
+from pbnn.plots.sources import band_of, flat, is_container, scales_of
 
 __all__ = ["plot_band", "plot_elbo", "plot_scales", "plot_spectrum"]
 
@@ -43,7 +43,8 @@ def plot_band(
         site: Observed site.
         levels: Probabilities of the bands.
         units: Name of the unit of y, for the labels.
-        legend: Whether to draw one; of many panels, one will do.
+        legend: Whether to draw one: below axes made here, inside axes given. Of many panels, one
+            below them all will do; see `pbnn.plots.legend_below`.
         ax: Axes to draw on.
 
     Raises:
@@ -58,6 +59,7 @@ def plot_band(
         raise DataError(f"draws of f have {f.shape[1:]} rows and x has shape {x.shape}")
     order = np.argsort(x)
     x, f = x[order], f[:, order]
+    own = ax is None
     ax = ax or new_axes(WIDE)
     shades = np.linspace(0.2, 0.4, len(levels))
     for level, shade in zip(sorted(levels, reverse=True), shades, strict=True):
@@ -69,15 +71,17 @@ def plot_band(
     if points is not None:
         ax.plot(*points, "o", color="0.15", markersize=4, label="data", zorder=3)
     ax.set(xlabel=name, ylabel=label("f(x)", units), title="Draws of f(x)")
-    if legend:
+    if legend and own:
+        legend_below(ax)
+    elif legend:
         ax.legend()
     return ax
 
 
 @mpl.rc_context(STYLE)
 def plot_scales(
-    reference: ArrayLike,
-    others: Mapping[str, ArrayLike],
+    reference: Container | ArrayLike,
+    others: Mapping[str, Container | ArrayLike],
     *,
     reference_name: str = "NUTS",
     quantity: str = "scale of f(x)",
@@ -87,8 +91,10 @@ def plot_scales(
     """Plot scale against scale, one point an input, of other posteriors and a reference.
 
     Args:
-        reference: Scales (standard deviations) `(n,)` of the reference at n inputs.
-        others: Scales `(n,)` by name at the same inputs.
+        reference: Scales (standard deviations) `(n,)` of the reference at n inputs; or inference
+            data, for the scales of its f: at the new inputs where it has them, else at the training
+            inputs.
+        others: The same by name, at the same inputs.
         reference_name: Name of the reference.
         quantity: What the scales are of.
         units: Name of their unit, for the labels.
@@ -97,8 +103,8 @@ def plot_scales(
     Raises:
         DataError: Shapes differ, or a scale is not positive.
     """
-    base = np.asarray(reference, float)
-    scales = {name: np.asarray(values, float) for name, values in others.items()}
+    base = scales_of(reference)
+    scales = {name: scales_of(values) for name, values in others.items()}
     for name, values in {reference_name: base, **scales}.items():
         if values.shape != base.shape or base.ndim != 1:
             raise DataError(f"{name}: scales have shape {values.shape}; expected {base.shape[:1]}")
@@ -127,13 +133,21 @@ def plot_scales(
 
 
 @mpl.rc_context(STYLE)
-def plot_spectrum(eigenvalues: Mapping[str, ArrayLike], *, ax: Axes | None = None) -> Axes:
+def plot_spectrum(
+    eigenvalues: Mapping[str, ArrayLike],
+    *,
+    ranks: Mapping[str, float] | None = None,
+    ax: Axes | None = None,
+) -> Axes:
     """Plot the eigenvalues of each guide's covariance, largest first, with its effective rank.
 
-    The effective rank is (sum of eigenvalues) squared over the sum of their squares.
+    The effective rank is (sum of eigenvalues) squared over the sum of their squares. What a fit's
+    `approximation` holds gives both: `GaussianCovariance(posterior.approximation)` of
+    `pbnn.infer.covariance` has `leading_eigenvalues` and `effective_rank`.
 
     Args:
         eigenvalues: By name of the guide, each `(values,)`, in units of a variance.
+        ranks: Effective ranks by the same names, where not all eigenvalues are given.
         ax: Axes to draw on.
 
     Raises:
@@ -144,7 +158,7 @@ def plot_spectrum(eigenvalues: Mapping[str, ArrayLike], *, ax: Axes | None = Non
         ordered = np.sort(np.asarray(values, float))[::-1]
         if ordered.ndim != 1 or not (ordered > 0).all():
             raise DataError(f"{name}: expected positive eigenvalues of shape (values,)")
-        rank = ordered.sum() ** 2 / np.square(ordered).sum()
+        rank = (ranks or {}).get(name, ordered.sum() ** 2 / np.square(ordered).sum())
         ax.plot(
             np.arange(1, len(ordered) + 1),
             ordered,

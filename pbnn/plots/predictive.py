@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from pbnn.errors import DataError
 from pbnn.inference_data import Container
 from pbnn.plots.figures import BLUE, ORANGE, SERIES, STYLE, WIDE, grid, label, limits, new_axes
-from pbnn.plots.sources import predictive_of
+from pbnn.plots.sources import predictive_of, probabilities_of
 
 __all__ = [
     "plot_calibration",
@@ -184,7 +184,13 @@ def plot_pit(
 
 @mpl.rc_context(STYLE)
 def plot_reliability(
-    probabilities: ArrayLike, y: ArrayLike, *, bins: int = 10, ax: Axes | None = None
+    probabilities: Container | ArrayLike,
+    y: ArrayLike | None = None,
+    *,
+    site: str = "y",
+    group_name: str = "posterior_predictive",
+    bins: int = 10,
+    ax: Axes | None = None,
 ) -> Axes:
     """Plot how often the most probable class is right against its probability.
 
@@ -193,16 +199,17 @@ def plot_reliability(
 
     Args:
         probabilities: Class probabilities `(n, classes)`, or of class 1 among two `(n,)`; draws
-            averaged already.
-        y: Observed classes `(n,)`, counted from 0.
+            averaged already. Or inference data, whose predictive draws are counted.
+        y: Observed classes `(n,)`, counted from 0; by default those of the inference data.
+        site: Observed site.
+        group_name: Group of the predictive draws; "predictions" together with `y` for new rows.
         bins: Number of bins of equal width.
         ax: Axes to draw on.
 
     Raises:
         DataError: The shapes do not fit, or a probability lies outside 0 to 1.
     """
-    p, y = np.asarray(probabilities, float), np.asarray(y)
-    p = np.stack([1 - p, p], -1) if p.ndim == 1 else p
+    p, y = probabilities_of(probabilities, y, site, group_name)
     if p.ndim != 2 or y.shape != p.shape[:1]:
         raise DataError(f"probabilities {p.shape} and y {y.shape}: expected (n, classes) and (n,)")
     if not ((p >= 0) & (p <= 1 + 1e-6)).all():

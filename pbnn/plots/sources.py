@@ -8,7 +8,7 @@ from numpy.typing import ArrayLike, NDArray
 from pbnn.errors import DataError
 from pbnn.inference_data import Container, group, groups
 
-__all__ = ["band_of", "flat", "is_container", "predictive_of"]
+__all__ = ["band_of", "flat", "is_container", "predictive_of", "probabilities_of", "scales_of"]
 
 
 def is_container(data: Any) -> bool:
@@ -63,6 +63,34 @@ def band_of(
     f = flat(_variable(data, "predictions" if new else "posterior", "f"))
     points = (_column(data, "constant_data", feature)[0], _variable(data, "observed_data", site))
     return f, column, points, name
+
+
+def scales_of(data: Container | ArrayLike) -> NDArray[Any]:
+    """Scales `(n,)` as they are, or those of f over the draws of inference data."""
+    if not is_container(data):
+        return np.asarray(data, float)
+    name = "predictions" if "predictions" in groups(data) else "posterior"
+    f = _variable(data, name, "f")
+    if f.ndim != 3:
+        raise DataError(f"{name}: f has several outputs {f.shape[3:]}; pass the scales of one")
+    return np.asarray(flat(f).std(0), float)
+
+
+def probabilities_of(
+    data: Container | ArrayLike, y: ArrayLike | None, site: str, group_name: str
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Class probabilities `(n, classes)`, and observed classes `(n,)`.
+
+    Those of inference data are the frequencies of the classes among predictive draws.
+    """
+    if is_container(data):
+        draws, observed = predictive_of(data, y, site, group_name)
+        classes = range(int(max(draws.max(), observed.max())) + 1)
+        return np.stack([(draws == k).mean(0) for k in classes], -1), observed
+    p = np.asarray(data, float)
+    if y is None:
+        raise DataError("probabilities come without y; pass y of shape (n,)")
+    return np.stack([1 - p, p], -1) if p.ndim == 1 else p, np.asarray(y)
 
 
 def _column(data: Container, group_name: str, feature: int | str) -> tuple[NDArray[Any], str]:
