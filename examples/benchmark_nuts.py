@@ -17,7 +17,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -192,6 +192,18 @@ class Benchmark:
                 worker.__exit__()
         return workers
 
+    def choices(self) -> list[Worker]:
+        """Run few draws of a small model compiled, not compiled, and as the rule decides."""
+        pbnn = self.workers("schools", 2 if self.arguments.smoke else 4)[0]
+        named = {"as the rule decides": None, "not compiled": False, "compiled": True}
+        found = []
+        for label, compile in named.items():
+            settings = {**pbnn.settings, "warmup": 100, "draws": 100, "compile": compile}
+            with replace(pbnn, label=label, settings=settings, windows=[], answers={}) as worker:
+                worker.ask("run")
+            found.append(worker)
+        return found
+
 
 def effective(worker: Worker) -> Numbers:
     """Return the bulk ESS of f(x) at each probe."""
@@ -281,7 +293,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, help="CSV, target last; default: 308 made rows")
     parser.add_argument("--numpyro-python", help="a Python that has NumPyro")
-    parser.add_argument("--threads", type=int, default=1, help="default: 1")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="default: all cores")
     parser.add_argument("--chains", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--window", type=int, default=8000, help="leapfrogs; default: 8000")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes")
@@ -321,6 +333,9 @@ def main() -> None:
                     print(lanes(group[0]))
                     if problem == "schools":
                         print(depths(group))
+        if not arguments.smoke:
+            print("### Compile time is counted: 100 + 100 transitions of eight schools, 4 chains\n")
+            print(runs(benchmark.choices()))
     print(f"{time.perf_counter() - started:.0f} s in all")
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from pbnn.errors import ConvergenceWarning, FitError, PbnnWarning
 from pbnn.front_door import bind
 from pbnn.infer.checkpoint import digest
-from pbnn.infer.compiled import compile_step, group_size, worth_compiling_step
+from pbnn.infer.compiled import compile_step, group_size, is_wide, worth_compiling_step
 from pbnn.infer.density import Density
 from pbnn.infer.engine import Engine, Stepper, eager
 from pbnn.infer.lanes import Rule
@@ -163,12 +163,14 @@ def _whether_to_compile(
 
 def _stepper(density: Density, chains: int, *, must: bool) -> Callable[[Engine], Stepper]:
     """Return what compiles the step; where that fails, steps run eagerly unless they must not."""
-    on_cpu = density.device.type == "cpu"
-    group = group_size(density._prepare(chains), chains) if on_cpu else chains
+    graph = density._prepare(chains)
+    group = group_size(graph, chains) if density.device.type == "cpu" else chains
 
     def make(engine: Engine) -> Stepper:
         try:
-            return compile_step(density.graph, density.data_tensors, engine, group)
+            return compile_step(
+                density.graph, density.data_tensors, engine, group, wide=is_wide(graph, chains)
+            )
         except FitError as error:
             if must:
                 raise
