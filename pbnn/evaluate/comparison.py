@@ -237,15 +237,12 @@ def _check_names(
 
 
 def _notes(posteriors: Mapping[str, Posterior], count: int) -> tuple[str, ...]:
-    """Return what a reader must know: tempered fits, and draws that were left out."""
-    notes = []
-    for name, posterior in posteriors.items():
-        weight = posterior.provenance.get("options", {}).get("kl_weight", 1.0)
-        if weight != 1.0:
-            notes.append(
-                f"{name!r} was fitted with kl_weight={weight:g}: it approximates a tempered "
-                "posterior, not the posterior"
-            )
+    """Return what a reader must know: what the fits say of themselves, and draws left out."""
+    notes = [
+        f"{name!r}: {note}"
+        for name, posterior in posteriors.items()
+        for note in posterior.provenance.get("notes", [])
+    ]
     if any(p.chains * p.draws_per_chain > count for p in posteriors.values()):
         notes.append(f"distances are between {count} draws of each posterior, evenly thinned")
     return tuple(notes)

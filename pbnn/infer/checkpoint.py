@@ -115,7 +115,7 @@ class Checkpoint:
             meta = json.loads(record["json"])
         except Exception as error:
             raise FileError(
-                f"{path}: not a checkpoint of fit_nuts ({type(error).__name__}); pass another "
+                f"{path}: not a checkpoint of this road ({type(error).__name__}); pass another "
                 "checkpoint="
             ) from error
         theirs = meta["identity"] if meta["format"] == _FORMAT else {}

@@ -25,7 +25,7 @@ from pbnn.infer.guides.scales import start_scales_by_fan_in
 from pbnn.infer.guides.starts import find_start
 from pbnn.infer.posterior import Posterior, provenance
 from pbnn.infer.schedule import Plan
-from pbnn.infer.step import Estimator, Step, make_step
+from pbnn.infer.step import Divergence, Estimator, Step, make_step
 from pbnn.infer.training import Training
 from pbnn.model import BoundModel, Data, Model, isolated
 
@@ -39,6 +39,7 @@ class _StepOptions:
     particles: int
     batch_size: int | None
     estimator: Estimator
+    divergence: Divergence
     clip: float | None
 
     def __post_init__(self) -> None:
@@ -56,6 +57,7 @@ class _StepOptions:
             steps=steps,
             compile=compile,
             estimator=self.estimator,
+            divergence=self.divergence,
             clip=self.clip,
         )
 
@@ -79,6 +81,7 @@ def fit_svi(
     particles: int = 2,
     batch_size: int | None = None,
     estimator: Estimator = "pathwise",
+    divergence: Divergence = "auto",
     clip: float | None = None,
     kl_weight: float = 1.0,
     kl_annealing: int = 0,
@@ -126,6 +129,8 @@ def fit_svi(
         batch_size: Rows in each step; all by default. It scales sites inside plate `data` by
             rows / batch size, and nothing else.
         estimator: How noise enters; see `pbnn.infer.step.make_step`.
+        divergence: How the KL divergence is had, "closed form" (where there is one) or "Monte
+            Carlo"; "auto" decides by the estimator. Provenance holds what was used, by site.
         clip: Largest norm of the gradient of the loss, a mean over rows.
         kl_weight: Weight of the KL divergence in the loss. Anything but 1 does not approximate the
             posterior but a tempered one, and reports say so.
@@ -168,7 +173,11 @@ def fit_svi(
     if resume and checkpoint is None:
         raise FitError("resume=True goes on from a checkpoint; pass checkpoint=FOLDER too")
     options = _StepOptions(
-        particles=particles, batch_size=batch_size, estimator=estimator, clip=clip
+        particles=particles,
+        batch_size=batch_size,
+        estimator=estimator,
+        divergence=divergence,
+        clip=clip,
     )
     bound = bind(model, x, y, device=device, dtype=dtype)
     _check_supports(bound)
