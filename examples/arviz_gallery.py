@@ -51,6 +51,7 @@ def fitted(folder: Path, smoke: bool) -> list[Path]:
                 y=data.y_train,
                 units=data.preprocessor.target_units,
                 feature_names=data.preprocessor.feature_names,
+                prior=4 * draws,
             ),
             folder / f"{name}.nc",
         )
@@ -67,6 +68,12 @@ def plots_of_one(data: Any) -> dict[str, Draw]:
             az.plot_ppc_dist(data) if ARVIZ1 else az.plot_ppc(data, num_pp_samples=50)
         ),
     }
+    if "prior_predictive" in groups(data):
+        plots["prior predictive"] = lambda: (
+            az.plot_ppc_dist(data, group="prior_predictive")
+            if ARVIZ1
+            else az.plot_ppc(data, group="prior", num_pp_samples=50)
+        )
     if chains:
         plots |= {
             "loo_pit": lambda: az.plot_loo_pit(data) if ARVIZ1 else az.plot_loo_pit(data, y="y"),
