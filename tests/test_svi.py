@@ -303,6 +303,8 @@ def test_constants_of_a_function_model(guide):
     [
         ({"steps": 0}, "steps=0; expected 1 or more"),
         ({"particles": 0}, "particles=0; expected 1 or more"),
+        ({"estimator": "exact"}, "estimator='exact'; expected one of 'pathwise'"),
+        ({"divergence": "exact"}, "divergence='exact'; expected one of 'auto'"),
         ({"draws": 0}, "draws=0; expected 1 or more"),
         ({"lr": 0.0}, "lr=0.0; expected a positive learning rate"),
         ({"lr": float("nan")}, "lr=nan; expected a positive learning rate"),

@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import pyro
 import torch
@@ -47,6 +47,12 @@ class _StepOptions:
             raise FitError(f"particles={self.particles}; expected 1 or more")
         if self.clip is not None and not self.clip > 0:
             raise FitError(f"clip={self.clip}; expected a positive norm")
+        for name, known in {"estimator": Estimator, "divergence": Divergence}.items():
+            if getattr(self, name) not in get_args(known):
+                raise FitError(
+                    f"{name}={getattr(self, name)!r}; expected one of "
+                    f"{', '.join(map(repr, get_args(known)))}"
+                )
 
     def make(self, bound: BoundModel, guide: Any, steps: int, compile: bool | None) -> Step:
         return make_step(
