@@ -142,8 +142,8 @@ class Benchmark:
         shared = {
             "chains": chains,
             "threads": threads,
-            "warmup": 5 if smoke else 150 if problem == "network" else 500,
-            "draws": 10 if smoke else 100 if problem == "network" else 500,
+            "warmup": 5 if smoke else 100 if problem == "network" else 500,
+            "draws": 10 if smoke else 60 if problem == "network" else 500,
             "depth": 3 if smoke else 7 if problem == "network" else 10,
             "compile": False if smoke else None,
             "window": 50 if smoke else self.arguments.window,
@@ -155,11 +155,10 @@ class Benchmark:
         if chains == 1 or smoke:
             kinds.append(("Pyro", sys.executable, "pyro", ""))
         other = self.arguments.numpyro_python
+        # Chains one after another cost what one costs, and devices for 64 processes are too many.
         methods = ["sequential"] if chains == 1 else ["vectorized"]
-        if chains == 4:
-            methods = ["sequential", "parallel", "vectorized"]
-        elif chains == 16:
-            methods = ["parallel", "vectorized"]
+        if 1 < chains <= 16:
+            methods.insert(0, "parallel")
         for method in methods if other else []:
             kinds.append((f"NumPyro, {method}", other, "numpyro", method))
         path = self.folder / f"{problem}.npz"

@@ -24,6 +24,8 @@ import numpy as np
 __all__: list[str] = []
 
 HIDDEN = 50
+WARMUP = 15
+"""Transitions before the windows."""
 STEP_SIZE, BURN = 0.4, 20
 """Of `depths`, where both sides must draw lengths from one distribution; transitions left out."""
 
@@ -59,11 +61,11 @@ class Pbnn:
         self.compile_seconds = 0.0
         self.pbnn = pbnn
 
-    def _compile(self, *arguments: Any) -> Any:
+    def _compile(self, *arguments: Any, **options: Any) -> Any:
         from pbnn.infer.compiled import compile_step
 
         start = time.perf_counter()
-        stepper = compile_step(*arguments)
+        stepper = compile_step(*arguments, **options)
         self.compile_seconds = time.perf_counter() - start
         return stepper
 
@@ -127,16 +129,21 @@ class Pbnn:
         from pbnn.infer.lanes import Rule
 
         rule = Rule(max_tree_depth=self.settings["depth"])
-        density, self.engine = self._engine(warmup=30, draws=10**5, rule=rule)
-        compiled = self.settings["compile"] is not False
+        density, self.engine = self._engine(warmup=WARMUP, draws=10**5, rule=rule)
         self.take = (
-            self._compile(density.graph, density.data_tensors, self.engine)
-            if compiled
+            self._compile(density.graph, density.data_tensors, self.engine, self._group(density))
+            if self.settings["compile"] is not False
             else eager(density.value_and_grad, rule)
         )
-        while self.engine.done.min() < 30:
+        while self.engine.done.min() < WARMUP:
             self.engine.advance(self.take)
         return {"compile": self.compile_seconds}
+
+    def _group(self, density: Any) -> int:
+        from pbnn.infer.compiled import group_size
+
+        chains = self.settings["chains"]
+        return group_size(density._prepare(chains), chains)
 
     def window(self) -> dict[str, Any]:
         """Take blocks of leapfrogs."""
@@ -283,7 +290,7 @@ class Numpyro:
     def prepare(self) -> dict[str, Any]:
         """Warm up, and compile a loop of transitions: MCMC.run would compile in each window."""
         jax, settings = self.jax, self.settings
-        mcmc = self._mcmc(30, 1)
+        mcmc = self._mcmc(WARMUP, 1)
         mcmc.run(jax.random.PRNGKey(0), extra_fields=("num_steps",))
         self.state = mcmc.last_state
         alone = settings["method"] == "sequential"
