@@ -143,12 +143,34 @@ def _moved(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
 def copied(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """Return a copy in eval mode, on one device and dtype, its stored priors with it."""
-    model = copy.deepcopy(model).eval().to(device=device, dtype=dtype)
+    memo: dict[int, Any] = {}
+    model = copy.deepcopy(model, memo).eval().to(device=device, dtype=dtype)
     for module in model.modules():
         # `.to()` moves parameters and buffers; priors built at definition time stay behind.
         for name, prior in vars(module).get("_pyro_samples", {}).items():
+            prior = _rebound(prior, memo) if isinstance(prior, types.FunctionType) else prior
             module.__dict__["_pyro_samples"][name] = _moved(prior, device, dtype)
     return model
+
+
+def _rebound(function: types.FunctionType, memo: Mapping[int, Any]) -> types.FunctionType:
+    """Return a function whose closure holds the copies: deepcopy leaves functions as they are.
+
+    A prior such as `lambda _: dist.Normal(0.0, self.tau)` would else read the caller's model.
+    """
+    cells = function.__closure__ or ()
+    held = [memo.get(id(cell.cell_contents)) for cell in cells]
+    if all(value is None for value in held):
+        return function
+    closure = tuple(
+        cell if value is None else types.CellType(value)
+        for cell, value in zip(cells, held, strict=True)
+    )
+    out = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, closure
+    )
+    out.__kwdefaults__ = function.__kwdefaults__
+    return out
 
 
 class _Given(Messenger):  # type: ignore[misc]

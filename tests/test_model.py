@@ -8,10 +8,10 @@ import pyro.distributions as dist
 import pytest
 import torch
 from model_cases import Toy
-from pyro.nn import PyroSample
+from pyro.nn import PyroModule, PyroSample
 from torch import nn
 
-from pbnn import load_model
+from pbnn import check_model, load_model
 from pbnn.errors import ModelError
 from pbnn.front_door import prior_values
 from pbnn.model import copied, isolated, leaves, run, take
@@ -186,3 +186,28 @@ def test_leaves_and_rows_of_data():
     assert take(None, slice(1)) is None
     assert take(data, slice(1, 3))["b"].tolist() == [[2, 3], [4, 5]]
     assert take(data["a"], torch.tensor([2, 0])).tolist() == [2, 0]
+
+
+def test_a_prior_that_closes_over_the_model_reads_the_copy():
+    class Outer(PyroModule):
+        def __init__(self):
+            super().__init__()
+            self.fc = PyroModule[nn.Linear](2, 1, bias=False)
+            self.tau = PyroSample(dist.HalfCauchy(1.0))
+            self.fc.weight = PyroSample(
+                lambda _: dist.Normal(0.0, self.tau).expand([1, 2]).to_event(2)
+            )
+
+        def forward(self, x, y=None):
+            f = self.fc(x).squeeze(-1)
+            with pyro.plate("data", x.shape[0]):
+                pyro.sample("y", dist.Normal(f, 1.0), obs=y)
+            return f
+
+    model = Outer()
+    copy = copied(model, torch.device("cpu"), torch.float32)
+    x, values = torch.ones(3, 2), {"tau": torch.tensor(2.0), "fc.weight": torch.zeros(1, 2)}
+    trace = run(copy, values, x, None)
+    assert set(values) <= set(trace.nodes)
+    assert float(trace.nodes["fc.weight"]["fn"].base_dist.scale.max()) == 2.0
+    assert list(check_model(model, x, x[:, 0])["site"]) == ["tau", "fc.weight", "y"]

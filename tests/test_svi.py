@@ -9,7 +9,13 @@ import pyro.distributions as dist
 import pytest
 import torch
 from model_cases import Linear, Toy, linear_data
-from pyro.infer.autoguide import AutoContinuous, AutoDiagonalNormal, AutoNormal
+from pyro.infer.autoguide import (
+    AutoContinuous,
+    AutoDelta,
+    AutoDiagonalNormal,
+    AutoLaplaceApproximation,
+    AutoNormal,
+)
 from pyro.nn import PyroModule, PyroParam, PyroSample
 from torch import nn
 
@@ -301,11 +307,14 @@ def test_constants_of_a_function_model(guide):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"steps": 0}, "steps=0; expected 1 or more"),
-        ({"particles": 0}, "particles=0; expected 1 or more"),
+        ({"steps": 0}, "steps=0; expected a whole number of at least 1"),
+        ({"particles": 0}, "particles=0; expected a whole number of at least 1"),
         ({"estimator": "exact"}, "estimator='exact'; expected one of 'pathwise'"),
         ({"divergence": "exact"}, "divergence='exact'; expected one of 'auto'"),
-        ({"draws": 0}, "draws=0; expected 1 or more"),
+        ({"steps": 2.5}, "steps=2.5; expected a whole number of at least 1"),
+        ({"seed": -1}, "seed=-1; expected a whole number of at least 0"),
+        ({"schedule": lambda _: -1.0}, "schedule returned -1.0 at share 0 of the steps; expected"),
+        ({"draws": 0}, "draws=0; expected a whole number of at least 1"),
         ({"lr": 0.0}, "lr=0.0; expected a positive learning rate"),
         ({"lr": float("nan")}, "lr=nan; expected a positive learning rate"),
         ({"clip": 0.0}, "clip=0.0; expected a positive norm"),
@@ -314,7 +323,7 @@ def test_constants_of_a_function_model(guide):
         ({"schedule": "linear"}, "schedule='linear'; expected one of 'plateau', 'constant'"),
         ({"init": "svi"}, "init='svi'; expected one of 'fan_in', 'map', or a state dict"),
         ({"resume": True}, "resume=True goes on from a checkpoint; pass checkpoint=FOLDER too"),
-        ({"batch_size": 0}, "batch_size=0; expected 1 or more"),
+        ({"batch_size": 0}, "batch_size=0; expected a whole number of at least 1"),
         ({"batch_size": 31}, "batch_size=31 for 30 rows; expected at most as many"),
         ({"guide": "norml"}, "guide 'norml' is unknown; use one of 'normal'"),
     ],
@@ -470,3 +479,27 @@ def test_cuda_gives_what_the_cpu_gives():
         *(dense_moments(p.approximation)[:2] for p in posteriors), strict=True
     ):
         torch.testing.assert_close(first, second, rtol=0.05, atol=1e-3)
+
+
+def test_a_point_guide_is_called_one(toy):
+    with pytest.warns(ConvergenceWarning, match="all draws of guide AutoDelta are one point"):
+        posterior = fit_svi(
+            Toy(), *toy, guide=AutoDelta, steps=50, early_stopping=False, draws=5, progress=False
+        )
+    assert any("an estimate, not a posterior" in note for note in posterior.provenance["notes"])
+
+
+@pytest.mark.filterwarnings("ignore::pbnn.errors.ConvergenceWarning")
+def test_laplace_guide_has_the_curvature_at_the_mode():
+    """On a linear model the Laplace approximation is the posterior; 2,000 draws."""
+    model, (x, y) = Linear(2), linear_data(30, 2)
+    posterior = fit_svi(
+        model, x, y, guide=AutoLaplaceApproximation, steps=1500, draws=2000, progress=False
+    )
+    mean, covariance = model.exact(x, y)
+    w = posterior.draws["w"][0].double()
+    scale = covariance.diagonal().sqrt()
+    assert ((w.mean(0) - mean).abs() < 0.1 * scale).all()  # Adam ends near the mode
+    # A variance from S draws is off by sqrt(2 / S) of itself.
+    torch.testing.assert_close(w.var(0) / scale**2, torch.ones(2).double(), atol=0.13, rtol=0)
+    assert posterior.stats["log_q"].std() > 0

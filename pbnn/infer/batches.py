@@ -65,8 +65,6 @@ def check_batching(bound: BoundModel, batch_size: int) -> None:
         ModelError: The model has no plate `data`, a latent site inside it, or an observed or factor
             site outside it.
     """
-    if batch_size < 1:
-        raise FitError(f"batch_size={batch_size}; expected 1 or more")
     if bound.rows is None:
         raise ModelError(
             "batch_size needs rows in plate 'data'; write `with pyro.plate('data', x.shape[0]):` "

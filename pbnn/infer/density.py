@@ -185,6 +185,14 @@ class Density:
         with isolated(0, self.device):
             return self._lane.by_site(z, self._lane_data(lane))
 
+    def fingerprint(self) -> dict[str, str]:
+        """Return the log density by site at one draw of the prior, in words.
+
+        Two models with the same sites but other prior scales, noise or functions differ in it.
+        """
+        terms = self.site_log_densities(self._lane.start)
+        return {name: f"{term:.5g}" for name, term in terms.items()}
+
     def initial_prior(self, chains: int, seed: int) -> Tensor:
         """Draw starts from the prior, again where the density or its gradient is not finite.
 

@@ -16,7 +16,7 @@ from pbnn.infer.compiled import compile_step, group_size, is_wide, worth_compili
 from pbnn.infer.density import Density
 from pbnn.infer.engine import Engine, Stepper, eager
 from pbnn.infer.lanes import Rule
-from pbnn.infer.options import Options
+from pbnn.infer.options import Options, whole_number
 from pbnn.infer.posterior import Posterior, provenance
 from pbnn.infer.sampler import SamplerResult, sample
 from pbnn.infer.starts import find_starts
@@ -97,8 +97,7 @@ def fit_nuts(
         FitError: An option is out of range, or no finite start was found.
         FileError: The checkpoint belongs to another run, or is there and `resume` is False.
     """
-    if chains < 1:
-        raise FitError(f"chains={chains}; expected at least 1")
+    chains, seed = whole_number("chains", chains), whole_number("seed", seed, least=0)
     options = Options(
         warmup=warmup,
         draws=draws,
@@ -123,7 +122,7 @@ def fit_nuts(
             stepper=_stepper(density, chains, must=compile is True) if compiled else None,
             checkpoint=checkpoint,
             resume=resume,
-            identity=_identity(bound, chains, init, compiled) if checkpoint else None,
+            identity=_identity(density, chains, init, compiled) if checkpoint else None,
             progress=progress,
         )
         if result.interrupted:
@@ -253,17 +252,20 @@ def _check_constants(bound: BoundModel, constants: Values | None) -> None:
         )
 
 
-def _identity(bound: BoundModel, chains: int, init: Any, compiled: bool) -> dict[str, Any]:
+def _identity(density: Density, chains: int, init: Any, compiled: bool) -> dict[str, Any]:
     """Name what makes a run what it is, beside the options."""
+    bound = density.bound
     return {
         "chains": chains,
         "init": init if isinstance(init, str) else digest(init),
+        # Before the model, whose log density depends on the data: the cause is named first.
+        "data": digest(bound.x, bound.y),
         "model": digest(
             [(s.name, s.kind, s.shape, s.prior, s.support) for s in bound.sites],
             getattr(bound.model, "pbnn_source", None),
+            density.fingerprint(),
         ),
         "constants": digest(bound.constants(), bound.buffers()),
-        "data": digest(bound.x, bound.y),
         "dtype": str(bound.dtype),
         "device": bound.device.type,
         "compiled": compiled,

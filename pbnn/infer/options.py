@@ -1,13 +1,34 @@
 """How to sample: the options of NUTS and HMC, checked once."""
 
 import dataclasses
+import operator
 from dataclasses import dataclass, field
 from typing import Any
 
 from pbnn.errors import FitError
 from pbnn.infer.lanes import Rule
 
-__all__ = ["Options"]
+__all__ = ["Options", "whole_number"]
+
+
+def whole_number(name: str, value: Any, *, least: int = 1) -> int:
+    """Return an option that counts something, of any integer type, as an int.
+
+    Args:
+        name: Name of the option.
+        value: What was given.
+        least: Smallest value that it may have.
+
+    Raises:
+        FitError: It is no whole number, or too small.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise FitError(f"{name}={value!r}; expected a whole number of at least {least}")
+    return number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +59,9 @@ class Options:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        for name, least in (("warmup", 0), ("draws", 1), ("thin", 1)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                raise FitError(f"{name}={value!r}; expected a whole number of at least {least}")
+        for name, least in (("warmup", 0), ("draws", 1), ("thin", 1), ("seed", 0)):
+            number = whole_number(name, getattr(self, name), least=least)
+            object.__setattr__(self, name, number)
         if not 0 < self.target_accept < 1:
             raise FitError(f"target_accept={self.target_accept}; expected a number between 0 and 1")
         if not 1 <= self.rule.max_tree_depth <= 20:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from pbnn.errors import FitError
+from pbnn.infer.options import whole_number
 
 __all__ = ["SCHEDULES", "Plan", "is_flat"]
 
@@ -48,8 +49,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        if self.steps < 1:
-            raise FitError(f"steps={self.steps}; expected 1 or more")
+        object.__setattr__(self, "steps", whole_number("steps", self.steps))
         if not self.lr > 0:
             raise FitError(f"lr={self.lr}; expected a positive learning rate")
         if not callable(self.schedule) and self.schedule not in SCHEDULES:
@@ -80,7 +80,13 @@ class Plan:
             end: Step at which the run ends.
         """
         if callable(self.schedule):
-            return self.lr * float(self.schedule(done / self.steps))
+            factor = self.schedule(done / self.steps)
+            if not (isinstance(factor, float | int) and 0 <= factor < math.inf):
+                raise FitError(
+                    f"schedule returned {factor!r} at share {done / self.steps:.3g} of the steps; "
+                    "expected a number from 0 up"
+                )
+            return self.lr * factor
         if self.schedule == "cosine":
             return self.lr * 0.5 * (1 + math.cos(math.pi * done / self.steps))
         if self.schedule == "constant" or self.average or done < last_phase:

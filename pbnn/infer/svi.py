@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 import pyro
 import torch
-from pyro.infer.autoguide import AutoGuide
+from pyro.infer.autoguide import AutoGuide, AutoLaplaceApproximation
 from torch import Tensor
 from torch.distributions import biject_to
 
@@ -23,6 +23,7 @@ from pbnn.infer.guides import approximation, draw_guide, make_guide, prepare_gui
 from pbnn.infer.guides.drawing import gaussian_blocks
 from pbnn.infer.guides.scales import start_scales_by_fan_in
 from pbnn.infer.guides.starts import find_start
+from pbnn.infer.options import whole_number
 from pbnn.infer.posterior import Posterior, provenance
 from pbnn.infer.schedule import Plan
 from pbnn.infer.step import Divergence, Estimator, Step, make_step
@@ -43,8 +44,9 @@ class _StepOptions:
     clip: float | None
 
     def __post_init__(self) -> None:
-        if self.particles < 1:
-            raise FitError(f"particles={self.particles}; expected 1 or more")
+        whole_number("particles", self.particles)
+        if self.batch_size is not None:
+            whole_number("batch_size", self.batch_size)
         if self.clip is not None and not self.clip > 0:
             raise FitError(f"clip={self.clip}; expected a positive norm")
         for name, known in {"estimator": Estimator, "divergence": Divergence}.items():
@@ -174,8 +176,7 @@ def fit_svi(
         early_stopping=early_stopping,
         average=average,
     )
-    if draws < 1:
-        raise FitError(f"draws={draws}; expected 1 or more")
+    seed, draws = whole_number("seed", seed, least=0), whole_number("draws", draws)
     if resume and checkpoint is None:
         raise FitError("resume=True goes on from a checkpoint; pass checkpoint=FOLDER too")
     options = _StepOptions(
@@ -212,8 +213,18 @@ def fit_svi(
             if saved.exists:
                 training.load(saved.load())
         training.run(progress=progress, checkpoint=saved)
+        if isinstance(q, AutoLaplaceApproximation):
+            q = q.laplace_approximation(bound.x, bound.y)
         drawn = _draw(q, bound, draws)
-    for message in training.messages:
+    account = training.account()
+    messages = [*training.messages]
+    if not _spreads(drawn["draws"]):
+        messages.append(
+            f"all draws of guide {type(q).__name__} are one point: an estimate, not a posterior, "
+            "and its uncertainty is none"
+        )
+        account["notes"] = [*account.get("notes", []), messages[-1]]
+    for message in messages:
         warnings.warn(message, ConvergenceWarning, stacklevel=2)
     return Posterior(
         **drawn,
@@ -225,7 +236,7 @@ def fit_svi(
         history=training.history(),
         provenance={
             **provenance(bound, seed=seed, **settings, draws=draws),
-            **training.account(),
+            **account,
         },
     )
 
@@ -285,6 +296,12 @@ def _draw(guide: Any, bound: BoundModel, draws: int) -> dict[str, Any]:
     }
 
 
+def _spreads(draws: Mapping[str, Tensor]) -> bool:
+    """Whether any two of the draws differ; a single one has nothing to differ from."""
+    values = list(draws.values())
+    return values[0].shape[1] < 2 or any(bool((v != v[:, :1]).any()) for v in values)
+
+
 def _scales(guide: Any) -> dict[str, float]:
     """Return the median scale by site of a Gaussian guide; nothing of other guides."""
     with torch.no_grad():
@@ -311,12 +328,14 @@ def _identity(bound: BoundModel, step: Step) -> dict[str, Any]:
     return {
         "road": "svi",
         "start": digest(step.parameters),
+        # Before the model, whose log density depends on the data: the cause is named first.
+        "data": digest(bound.x, bound.y),
         "model": digest(
             [(s.name, s.kind, s.shape, s.prior, s.support) for s in bound.sites],
             getattr(bound.model, "pbnn_source", None),
+            Density(bound, chains=0).fingerprint(),
         ),
         "buffers": digest(bound.buffers()),
-        "data": digest(bound.x, bound.y),
         "dtype": str(bound.dtype),
         "device": bound.device.type,
         "compiled": step.compiled,
