@@ -18,8 +18,13 @@ if TYPE_CHECKING:
     from pbnn.infer.svi import fit_svi
     from pbnn.inference_data import to_inference_data
     from pbnn.model import load_model
-    from pbnn.prediction import log_likelihood, predict, predictive, prior_predictive
-    from pbnn.prior_draws import sample_prior
+    from pbnn.prediction import (
+        log_likelihood,
+        predict,
+        predictive,
+        prior_predictive,
+        sample_prior,
+    )
 
 _HOMES = {
     "Posterior": "pbnn.infer.posterior",
@@ -32,7 +37,7 @@ _HOMES = {
     "predict": "pbnn.prediction",
     "predictive": "pbnn.prediction",
     "prior_predictive": "pbnn.prediction",
-    "sample_prior": "pbnn.prior_draws",
+    "sample_prior": "pbnn.prediction",
     "svi_report": "pbnn.evaluate.svi_report",
     "to_inference_data": "pbnn.inference_data",
 }

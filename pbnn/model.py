@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pyro
 import torch
 from pyro import poutine
@@ -32,6 +33,7 @@ __all__ = [
     "Model",
     "Site",
     "copied",
+    "indexable",
     "isolated",
     "leaves",
     "load_model",
@@ -49,6 +51,13 @@ def leaves(data: Data) -> list[tuple[str, Any]]:
     if data is None:
         return []
     return list(data.items()) if isinstance(data, Mapping) else [("", data)]
+
+
+def indexable(data: Data) -> Data:
+    """Return data whose rows can be indexed: frames and lists as arrays, tensors as they are."""
+    if isinstance(data, Mapping):
+        return {name: indexable(value) for name, value in data.items()}
+    return data if data is None or isinstance(data, Tensor | np.ndarray) else np.array(data)
 
 
 def take(data: Data, rows: slice | Tensor) -> Data:

@@ -4,6 +4,7 @@ import warnings
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from model_cases import Linear, linear_data
@@ -176,6 +177,8 @@ def test_away_moves_numbers_of_a_dict_only():
     assert not torch.equal(moved["a"], x["a"])
     arrays = away(np.random.default_rng(0).normal(size=(5, 2)), np.zeros((3, 2)))
     assert arrays["shifted"].dtype == torch.float64
+    with pytest.raises(DataError, match="x is a dict and training is not"):
+        away(x, x["a"])
     for bad in ({"group": torch.arange(5)}, torch.arange(5)):
         with pytest.raises(DataError, match="floating-point"):
             away(bad, bad)
@@ -187,3 +190,14 @@ def test_one_held_out_row_has_no_interval(case):
     row = result.distances.loc[(HELD_OUT, "nuts")]
     assert row["wasserstein_low"] == row["wasserstein"] == row["wasserstein_high"] == 0.0
     assert replace(result, convergence=None).ranking is None
+
+
+def test_frames_and_lists_are_data(case):
+    model, (x, y), _, exact = case
+    expected = compare({"nuts": exact}, model, x, y).table
+    frame, series = pd.DataFrame(x.numpy()), pd.Series(y.numpy())
+    for rows, target in ((frame, series), (x.tolist(), y.tolist())):
+        found = compare({"nuts": exact}, model, rows, target, elsewhere=away(rows, rows))
+        pd.testing.assert_frame_equal(found.table, expected, rtol=1e-4)
+    with pytest.raises(DataError, match="x has no rows"):
+        compare({"nuts": exact}, model, x[:0], y[:0])

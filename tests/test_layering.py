@@ -16,13 +16,12 @@ LAYERS = [
     {"checks"},
     {"front_door"},
     {"infer"},
-    {"mapping", "monte_carlo", "draw_file"},
-    {"runner", "prior_draws", "summary"},
     {"prediction"},
     {"evaluate", "inference_data"},
     {"plots"},
     {"runs"},
-    {"cli", "__main__"},
+    {"cli"},
+    {"__main__"},
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 LINES = 520

@@ -18,13 +18,13 @@ from pyro.nn import PyroModule, PyroSample
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pbnn import log_likelihood, mapping, predict, predictive, runner
+from pbnn import log_likelihood, predict, predictive
 from pbnn.data import Units
 from pbnn.errors import DataError, ModelError
 from pbnn.infer.posterior import Posterior
 from pbnn.model import run
-from pbnn.prediction import function_draws
-from pbnn.runner import Runner
+from pbnn.prediction import function_draws, mapping, runner
+from pbnn.prediction.runner import Runner
 
 
 def given(chains=1, **values):
@@ -632,3 +632,20 @@ def test_cuda_gives_what_the_cpu_gives(drawn, toy):
     torch.testing.assert_close(there.scale, here.scale, rtol=1e-4, atol=1e-4)
     found = log_likelihood(Toy(), drawn, x, y, device="cuda")
     torch.testing.assert_close(found, log_likelihood(Toy(), drawn, x, y), rtol=1e-4, atol=1e-3)
+
+
+def test_a_scaled_likelihood_is_scored_unscaled():
+    """A tempered likelihood weighs rows in the fit; a held-out density is a density."""
+
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", x.shape[0]), poutine.scale(scale=10.0), poutine.mask(mask=x < 1):
+            pyro.sample("y", dist.Normal(w * x, 0.5), obs=y)
+        return w * x
+
+    x, y = torch.tensor([0.5, -1.0, 2.0]), torch.tensor([0.1, 0.2, 0.3])
+    w = torch.tensor([0.3, -0.7])
+    found = log_likelihood(model, given(w=w), x, y)[0]
+    expected = dist.Normal(w[:, None] * x, 0.5).log_prob(y)
+    expected[:, 2] = 0.0  # masked
+    torch.testing.assert_close(found, expected)

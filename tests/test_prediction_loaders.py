@@ -16,8 +16,8 @@ from pbnn.data import Units
 from pbnn.errors import DataError, ModelError
 from pbnn.evaluate.calibration import log_predictive_density
 from pbnn.infer.posterior import Posterior
-from pbnn.monte_carlo import MonteCarlo
 from pbnn.prediction import function_draws
+from pbnn.prediction.monte_carlo import MonteCarlo
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from pbnn.evaluate.calibration import (
 from pbnn.evaluate.convergence import Convergence, check_convergence
 from pbnn.evaluate.distance import Distance, thinned
 from pbnn.infer.posterior import Posterior
-from pbnn.model import Data, Model, leaves
+from pbnn.model import Data, Model, indexable, leaves
 from pbnn.prediction import Prediction, function_draws, log_likelihood, predict
 
 if TYPE_CHECKING:
@@ -85,6 +85,8 @@ class Comparison:
     def _ranked(self) -> str:
         """Return the ranking in words; what lies within the noise floor shares a place with it."""
         ranking = self.ranking
+        if ranking == []:
+            return "nothing to rank beside the reference"
         if ranking is None:
             return "no ranking: it needs a reference of Markov chains that have converged"
         near = self._near()
@@ -160,19 +162,23 @@ def compare(
         progress: Whether to show progress bars on stderr.
 
     Raises:
-        DataError: There are no posteriors, or the reference or a repeat is none of them.
+        DataError: There are no posteriors or no rows, or the reference or a repeat is none of the
+            posteriors.
         ModelError: A posterior is not one of this model.
     """
     import pandas as pd
 
-    repeats = repeats or {}
-    _check_names(posteriors, reference, repeats, elsewhere or {})
+    x, y, repeats = indexable(x), indexable(y), repeats or {}
+    elsewhere = {name: indexable(rows) for name, rows in (elsewhere or {}).items()}
+    if len(leaves(x)[0][1]) == 0:
+        raise DataError("x has no rows; expected held-out rows to compare on")
+    _check_names(posteriors, reference, repeats, elsewhere)
     if reference is None:
         reference = next((name for name, p in posteriors.items() if p.markov), None)
     options: dict[str, Any] = {"units": units, "device": device, "progress": progress}
 
     def scored(posterior: Posterior) -> _Scored:
-        return _Scored.of(model, posterior, x, y, elsewhere or {}, seed=seed, **options)
+        return _Scored.of(model, posterior, x, y, elsewhere, seed=seed, **options)
 
     of = {name: scored(posterior) for name, posterior in posteriors.items()}
     pairs = {name: (s, of.get(reference or "")) for name, s in of.items()}
@@ -206,7 +212,7 @@ def compare(
         }
     by_inputs = pd.DataFrame(distances).T
     if len(by_inputs):
-        order = [HELD_OUT, *(elsewhere or {})]
+        order = [HELD_OUT, *elsewhere]
         by_inputs = by_inputs.rename_axis(["inputs", "posterior"]).loc[order]
     return Comparison(
         table=pd.DataFrame(rows).T.rename_axis("posterior"),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pbnn.errors import ModelError
 from pbnn.infer.posterior import Posterior
-from pbnn.model import Data, Model
+from pbnn.model import Data, Model, indexable
 from pbnn.prediction import function_draws
 
 __all__ = ["Convergence", "check_convergence", "probe_rows"]
@@ -128,7 +128,8 @@ def check_convergence(
             f"the draws of {posterior.method!r} are independent, not Markov chains; R-hat does not "
             "apply to them"
         )
-    f = _numpy(function_draws(model, posterior, probe_rows(x), device=device))
+    probes = probe_rows(indexable(x))
+    f = _numpy(function_draws(model, posterior, probes, device=device))
     rhat, ess = (_over_inputs(f, kind) for kind in ("rhat", "ess"))
     scalars = {"lp": posterior.stats["lp"]} | {
         name: value for name, value in posterior.draws.items() if value.ndim == 2

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pbnn.errors import DataError
-from pbnn.model import Data
+from pbnn.model import Data, indexable
 
 __all__ = ["away"]
 
@@ -31,10 +31,12 @@ def away(x: Data, training: Data, *, seed: int = 0) -> dict[str, Data]:
         `{"shifted": …, "far": …}`, each shaped like x.
 
     Raises:
-        DataError: No input is floating-point.
+        DataError: No input is floating-point, or only x is a dict.
     """
+    x, training = indexable(x), indexable(training)
     if isinstance(x, Mapping):
-        assert isinstance(training, Mapping)
+        if not isinstance(training, Mapping):
+            raise DataError(f"x is a dict and training is not; expected inputs {', '.join(x)}")
         moved = {name: away(v, training[name], seed=seed) for name, v in x.items() if _moves(v)}
         if not moved:
             raise DataError("no input is floating-point; expected numbers that can be moved")

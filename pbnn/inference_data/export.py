@@ -225,7 +225,7 @@ def _prior(model: Any, x: Any, draws: int, seed: int, device: Any) -> Exportable
     """Draw from the prior of a model."""
     if model is None or x is None:
         raise DataError(f"prior={draws} draws from the prior of a model at x; pass model= and x=")
-    from pbnn.prior_draws import sample_prior
+    from pbnn.prediction import sample_prior
 
     prior: ExportablePosterior = sample_prior(model, x, draws=draws, seed=seed, device=device)
     return prior

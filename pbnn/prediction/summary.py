@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pbnn.monte_carlo import MonteCarlo
+from pbnn.prediction.monte_carlo import MonteCarlo
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pbnn import mapping
 from pbnn.checks import PLATE, check_observed, check_output, unwrapped
 from pbnn.errors import DataError, ModelError
 from pbnn.front_door import observations, prepare, prior_values
 from pbnn.infer.posterior import Posterior
-from pbnn.mapping import DrawMap, MappableSamples
 from pbnn.model import Data, Model, isolated, leaves, run, sample_nodes, take
+from pbnn.prediction import mapping
+from pbnn.prediction.mapping import DrawMap, MappableSamples
 from pbnn.progress import progress_bar
 
 __all__ = ["Reader", "Runner", "is_loader", "rows_of"]

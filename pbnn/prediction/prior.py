@@ -11,8 +11,8 @@ from pbnn.checks import PLATE
 from pbnn.errors import DataError, ModelError
 from pbnn.front_door import prepare
 from pbnn.infer.posterior import Posterior
-from pbnn.mapping import DrawMap, MappableSamples
 from pbnn.model import Data, Model, isolated, leaves, run, sample_nodes, take
+from pbnn.prediction.mapping import DrawMap, MappableSamples
 
 __all__ = ["sample_prior"]
 

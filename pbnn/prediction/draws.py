@@ -1,6 +1,6 @@
 """Draws × rows → moments, quantiles, class probabilities and log-likelihoods, streamed.
 
-Nothing here asks which road made the posterior; `pbnn.runner` brings draws and rows together.
+Nothing here asks which road made the posterior; `runner` brings draws and rows together.
 Beside its results, a prediction holds 8 MB for each layer (in float32) and at most 32 MB for each
 number that it reads, a few times over while it sums them up, whatever the draws and rows.
 """
@@ -15,19 +15,20 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 import torch
 from pyro import poutine
+from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
 from pbnn._version import __version__
 from pbnn.checks import PLATE, unwrapped
-from pbnn.draw_file import DrawFile, in_file, map_draws, open_draws
 from pbnn.errors import DataError, ModelError
 from pbnn.infer.posterior import Posterior
-from pbnn.mapping import sampled
 from pbnn.model import Data, Model, isolated
-from pbnn.monte_carlo import MonteCarlo
-from pbnn.prior_draws import sample_prior
-from pbnn.runner import Reader, Runner, is_loader, rows_of
-from pbnn.summary import Prediction, Rows, summarise
+from pbnn.prediction.file import DrawFile, in_file, map_draws, open_draws
+from pbnn.prediction.mapping import sampled
+from pbnn.prediction.monte_carlo import MonteCarlo
+from pbnn.prediction.prior import sample_prior
+from pbnn.prediction.runner import Reader, Runner, is_loader, rows_of
+from pbnn.prediction.summary import Prediction, Rows, summarise
 
 if TYPE_CHECKING:
     from pbnn.data import Units
@@ -316,8 +317,11 @@ def _scores(
 
 
 def _by_row(node: Any) -> Tensor:
-    """Sum a site's log density over all dimensions but that of plate `data`."""
-    log_prob: Tensor = node["log_prob"]
+    """Sum a site's log density over all dimensions but that of plate `data`.
+
+    `poutine.scale` weighs rows in a fit; what is scored is the density without it.
+    """
+    log_prob: Tensor = scale_and_mask(node["unscaled_log_prob"], mask=node["mask"])
     dim = next(frame.dim for frame in node["cond_indep_stack"] if frame.name == PLATE)
     others = [k for k in range(log_prob.ndim) if k != log_prob.ndim + dim]
     return log_prob.sum(others) if others else log_prob
