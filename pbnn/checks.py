@@ -157,6 +157,11 @@ def check_sites(
     check_plates(trace, rows)
     given = {name or "y": value for name, value in leaves(y)}
     for name in given:
+        if not observed:
+            raise ModelError(
+                f"y is given for site {name!r}, but the model observes no site: its data are in "
+                "its factors; leave y out"
+            )
         if name not in {s.name for s in observed}:
             raise ModelError(
                 f"y is given for site {name!r}, which the model does not observe; it observes "

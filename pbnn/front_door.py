@@ -250,7 +250,15 @@ def _tensors(name: str, data: Data, device: torch.device, dtype: torch.dtype) ->
     if data.is_complex():
         raise DataError(f"{name} is complex; expected real numbers")
     floating = data.is_floating_point() or data.dtype == torch.bool
-    return data.detach().to(device=device, dtype=dtype if floating else torch.int64)
+    moved = data.detach().to(device=device, dtype=dtype if floating else torch.int64)
+    if data.is_floating_point() and data.dtype.itemsize > moved.dtype.itemsize:
+        wide = moved.isinf() & ~data.to(device).isinf()
+        if wide.any():
+            raise DataError(
+                f"{name} ranges too widely: row {_row(wide)} has a value beyond {dtype}; rescale "
+                "it, or pass dtype=torch.float64"
+            )
+    return moved
 
 
 def _placement(
@@ -282,10 +290,14 @@ def _set_state(model: nn.Module, values: Mapping[str, Tensor]) -> None:
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, value in values.items():
         if name not in held or held[name].shape != value.shape:
-            expected = {k: tuple(v.shape) for k, v in held.items()}
+            expected = ", ".join(f"{k} {tuple(v.shape)}" for k, v in held.items())
             raise ModelError(
                 f"constant {name!r} of shape {tuple(value.shape)} has no place in this model; "
-                f"expected one of {expected}"
+                + (
+                    f"it has {expected}"
+                    if expected
+                    else "it has no parameter without a prior, and no buffer: leave it out"
+                )
             )
         with torch.no_grad():
             held[name].copy_(value)

@@ -421,6 +421,22 @@ def test_constants_of_another_model(toy):
         *toy,
         constants={"fc3.bias": torch.zeros(1)},
     )
+    refused(
+        "it has no parameter without a prior, and no buffer: leave it out",
+        Toy(),
+        *toy,
+        constants={"q": torch.zeros(1)},
+    )
+
+
+def test_y_of_a_model_of_factors(toy):
+    def factors(x, y=None):
+        w = weights()
+        pyro.factor("likelihood", -(x @ w).square().sum())
+        return x @ w
+
+    assert bind(factors, toy[0]).named("factor")
+    refused("the model observes no site: its data are in its factors; leave y out", factors, *toy)
 
 
 # Layers.
@@ -508,6 +524,12 @@ def test_no_x_at_all():
         (torch.ones(2, 2).to(torch.complex64), torch.ones(2), "x is complex"),
         (torch.tensor([[0.0, 0.0], [0.0, torch.nan]]), torch.ones(2), "x is not finite in row 1"),
         (torch.ones(2, 2), torch.tensor([0.0, torch.inf]), "y is infinite in some row"),
+        (
+            np.array([[0.0], [1e300]]),
+            torch.ones(2),
+            "x ranges too widely: row 1 has a value beyond",
+        ),
+        (torch.ones(2, 2), np.array([1e300, 0.0]), "y ranges too widely: row 0 has a value beyond"),
         (torch.ones(2, 2), torch.full((2,), torch.nan), "y at site 'y' is NaN in every row"),
     ],
 )
