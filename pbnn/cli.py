@@ -5,14 +5,15 @@ Nothing heavy is imported before a command runs, so that `pbnn --help` answers a
 
 import argparse
 import ast
+import contextlib
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pbnn._version import __version__
-from pbnn.errors import DataError, PbnnError, PbnnWarning
+from pbnn.errors import DataError, FileError, PbnnError, PbnnWarning
 
 if TYPE_CHECKING:
     from pbnn.data import Dataset
@@ -33,17 +34,53 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = _parser().parse_args(argv)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("always", PbnnWarning)
-            warnings.showwarning = _show_warning
+        with _warnings_shown_once():
             arguments.command(arguments)
     except PbnnError as error:
-        print(f"pbnn: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("pbnn: interrupted; finished files are kept", file=sys.stderr)
-        return 130
+        return _say(f"error: {error}", 2)
+    except OSError as error:
+        return _say(f"error: {error.filename or 'a file'}: {error.strerror or error}", 2)
+    except SystemExit as error:
+        # The arguments are parsed by now, so that only the code of a model can end the program.
+        return _say(
+            f"error: the model file calls sys.exit({error.code}); expected no call of it", 2
+        )
+    except KeyboardInterrupt as interrupt:
+        return _say(f"interrupted; {interrupt or 'what was finished is kept'}", 130)
     return 0
+
+
+def _say(text: str, status: int = 0) -> int:
+    """Print a message as one line, without the shapes that Pyro adds to errors; return a status."""
+    text = text.partition("\nTrace Shapes:")[0]
+    print("pbnn:", *(line.strip() for line in text.splitlines()), file=sys.stderr)
+    return status
+
+
+@contextlib.contextmanager
+def _warnings_shown_once() -> Iterator[None]:
+    """Print each warning of pbnn the first time that a block gives it, and no others."""
+    shown = set()
+
+    def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+        if issubclass(category, PbnnWarning) and str(message) not in shown:
+            shown.add(str(message))
+            _say(f"warning: {message}")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", PbnnWarning)
+        warnings.showwarning = show
+        yield
+
+
+@contextlib.contextmanager
+def _warnings_held() -> Iterator[None]:
+    """Give the warnings of a block at its end; none where it fails, whose error is one line."""
+    with warnings.catch_warnings(record=True) as held:
+        yield
+    for warning in held:
+        if issubclass(warning.category, PbnnWarning):
+            warnings.warn(warning.message, warning.category, stacklevel=2)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -157,13 +194,14 @@ def _compare(arguments: argparse.Namespace) -> None:
         )
     run, data = _start(arguments)
     fits: dict[str, Posterior] = {}
-    for guide in GUIDES:
-        fits[guide] = _kept(run, guide, _fit_svi(run, data, arguments, guide))
-    fits["nuts"] = _kept(run, "nuts", _fit_nuts(run, data, arguments))
+    with run.removed_if_empty():
+        for guide in GUIDES:
+            fits[guide] = _kept(run, guide, _fitted(run, data, arguments, guide))
+    fits["nuts"] = _kept(run, "nuts", _fitted(run, data, arguments, "nuts"))
     repeats = {}
     if arguments.repeat:
         other = argparse.Namespace(**{**vars(arguments), "seed": arguments.seed + 1})
-        repeats = {guide: _fit_svi(run, data, other, guide) for guide in GUIDES}
+        repeats = {guide: _fitted(run, data, other, guide) for guide in GUIDES}
     result = compare(
         fits,
         run.model,
@@ -186,11 +224,9 @@ def _fit(arguments: argparse.Namespace) -> None:
     from pbnn.prediction import predict
 
     run, data = _start(arguments)
-    if arguments.method == "nuts":
-        name, posterior = "nuts", _fit_nuts(run, data, arguments)
-    else:
-        name, posterior = arguments.guide, _fit_svi(run, data, arguments, arguments.guide)
-    _kept(run, name, posterior)
+    name = "nuts" if arguments.method == "nuts" else arguments.guide
+    with run.removed_if_empty():
+        posterior = _kept(run, name, _fitted(run, data, arguments, name))
     if arguments.method == "svi":
         _report(run, data, posterior, arguments)
     units = data.preprocessor.target_units
@@ -213,28 +249,30 @@ def _predict(arguments: argparse.Namespace) -> None:
     from pbnn.data import read_features
     from pbnn.files import writing
     from pbnn.prediction import predict
-    from pbnn.runs import Run
+    from pbnn.runs import Run, check_range
 
-    run = Run.load(arguments.run)
-    posterior = run.posterior(arguments.posterior)
-    x, _ = read_features(arguments.table, run.preprocessor)
-    prediction = predict(
-        run.model,
-        posterior,
-        x,
-        units=run.preprocessor.target_units,
-        seed=arguments.seed,
-        device=arguments.device,
-    )
-    frame = prediction.to_frame(run.preprocessor.classes or None)
-    with writing(Path(arguments.out)) as path:
-        frame.to_csv(path, index=False)
-    print(f"{len(frame)} rows: {arguments.out}")
-
-
-def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
-    if issubclass(category, PbnnWarning):
-        print(f"pbnn: warning: {message}", file=sys.stderr)
+    out = Path(arguments.out)
+    if out.is_dir():
+        raise FileError(f"--out {out} is a folder; expected the name of a CSV file")
+    if not out.parent.is_dir():
+        raise FileError(f"--out {out}: there is no folder {out.parent}; make it first")
+    with _warnings_held():
+        run = Run.load(arguments.run)
+        posterior = run.posterior(arguments.posterior)
+        x, _ = read_features(arguments.table, run.preprocessor)
+        check_range(x, run.preprocessor.feature_names, run.model)
+        prediction = predict(
+            run.model,
+            posterior,
+            x,
+            units=run.preprocessor.target_units,
+            seed=arguments.seed,
+            device=arguments.device,
+        )
+        frame = prediction.to_frame(run.preprocessor.classes or None)
+        with writing(out) as path:
+            frame.to_csv(path, index=False)
+    print(f"{len(frame)} rows: {out}")
 
 
 def _start(arguments: argparse.Namespace) -> tuple["Run", "Dataset"]:
@@ -243,7 +281,7 @@ def _start(arguments: argparse.Namespace) -> tuple["Run", "Dataset"]:
 
     from pbnn.data import prepare, read_table
     from pbnn.front_door import check_model
-    from pbnn.runs import Run, free_folder, model_for, target_kind_of
+    from pbnn.runs import Run, check_range, free_folder, model_for, target_kind_of
 
     if arguments.threads < 1:
         raise DataError(f"--threads {arguments.threads}: expected 1 or more")
@@ -259,6 +297,15 @@ def _start(arguments: argparse.Namespace) -> tuple["Run", "Dataset"]:
         drop=arguments.drop,
     )
     model = model_for(arguments.model, data.preprocessor, options)
+    for part, x, y in (
+        (data.train_rows, data.x_train, data.y_train),
+        (data.test_rows, data.x_test, data.y_test),
+    ):
+        rows = table.rows.take(part)
+        check_range(x, data.preprocessor.feature_names, model, rows)
+        # Draws of y are kept in both units.
+        for values in (y, data.preprocessor.target_units.restore(y)):
+            check_range(values, data.preprocessor.target_names, model, rows)
     sites = check_model(model, data.x_train, data.y_train, device=arguments.device)
     folder = arguments.out or free_folder(arguments.model, data.name)
     settings = {k: v for k, v in vars(arguments).items() if k != "command"}
@@ -282,6 +329,21 @@ def _options(pairs: Sequence[str]) -> dict[str, Any]:
         except (ValueError, SyntaxError):
             options[name] = text
     return options
+
+
+def _fitted(run: "Run", data: "Dataset", arguments: argparse.Namespace, name: str) -> "Posterior":
+    """Fit by NUTS or by SVI with a guide; stop the command where Ctrl-C cut the fit short."""
+    with _warnings_held():
+        if name == "nuts":
+            posterior = _fit_nuts(run, data, arguments)
+        else:
+            posterior = _fit_svi(run, data, arguments, name)
+        # Fits take Ctrl-C as the wish to see what there is.
+        told = posterior.provenance
+        if told.get("interrupted") or told.get("ended") == "interrupted":
+            path = posterior.save(run.folder / f"{name}_interrupted.pt")
+            raise KeyboardInterrupt(f"the draws of {name} so far are in {path}")
+    return posterior
 
 
 def _fit_svi(run: "Run", data: "Dataset", arguments: argparse.Namespace, guide: str) -> "Posterior":
@@ -349,7 +411,13 @@ def _export(
             device=arguments.device,
         )
         write_netcdf(exported[name], run.folder / f"{name}.nc")
-    files = draw_run(run.folder, exported, predictions, data.y_test, data.preprocessor.target_units)
+    units = data.preprocessor.target_units
+    files = []
+    try:
+        files = draw_run(run.folder, exported, predictions, data.y_test, units)
+    except (ArithmeticError, ValueError) as error:
+        # Values near the end of a float's range have no axis; the fit and its table stand.
+        warnings.warn(f"the pictures could not be drawn: {error}", PbnnWarning, stacklevel=2)
     print(f"pictures: {', '.join(path.name for path in files) or 'none for this target'}")
     print(f"run folder: {run.folder}")
 

@@ -6,7 +6,22 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["writing"]
+from pbnn.errors import FileError
+
+__all__ = ["refusal_named", "writing"]
+
+
+@contextlib.contextmanager
+def refusal_named(path: Path) -> Iterator[None]:
+    """Turn the system's refusal to make something into an error that names it as the user did.
+
+    Raises:
+        FileError: The block raised an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise FileError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 @contextlib.contextmanager
@@ -15,11 +30,16 @@ def writing(path: Path) -> Iterator[Path]:
 
     Args:
         path: Final name; its folder is made where it is missing.
+
+    Raises:
+        FileError: The system refuses the folder or the name.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+    with refusal_named(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
     try:
         yield folder / path.name
-        (folder / path.name).replace(path)
+        with refusal_named(path):
+            (folder / path.name).replace(path)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

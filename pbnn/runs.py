@@ -9,12 +9,13 @@
 Each file appears under its name only when it is complete.
 """
 
+import contextlib
 import inspect
 import itertools
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -23,18 +24,20 @@ import numpy as np
 
 from pbnn._version import __version__
 from pbnn.data import Preprocessor, Table, TargetKind
+from pbnn.data.rows import Rows
 from pbnn.errors import DataError, FileError
-from pbnn.files import writing
+from pbnn.files import refusal_named, writing
 from pbnn.front_door import target_kind
 from pbnn.model import load_model
 
 if TYPE_CHECKING:
     import pandas as pd
+    from numpy.typing import NDArray
     from torch import nn
 
     from pbnn.infer.posterior import Posterior
 
-__all__ = ["Run", "free_folder", "model_for", "target_kind_of"]
+__all__ = ["Run", "check_range", "free_folder", "model_for", "target_kind_of"]
 
 FORMAT = 1
 
@@ -85,6 +88,36 @@ def model_for(
     return model
 
 
+def check_range(
+    values: "NDArray[Any]", names: Sequence[str], model: "nn.Module", rows: Rows | None = None
+) -> None:
+    """Refuse values that are infinite in the floating type of a model.
+
+    Args:
+        values: Encoded features, or targets in either units, rows first.
+        names: Names of the columns of x, or of y.
+        model: The model that is to take them.
+        rows: What messages call the rows; row 1, 2, … when left out.
+
+    Raises:
+        DataError: A value is too large; the message names its column and row.
+    """
+    import torch
+
+    held = [t.dtype for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
+    dtype = (held or [torch.get_default_dtype()])[0]
+    wide = np.abs(values) > torch.finfo(dtype).max
+    if wide.any():
+        at = tuple(np.argwhere(wide)[0])
+        column = at[1] if values.ndim == 2 else 0
+        what = f"column {names[column]!r}" if values.ndim <= 2 else "the array"
+        raise DataError(
+            f"{what} ranges too widely: {(rows or Rows.counted(len(values))).say(at[0])} comes to "
+            f"{values[at]:.3g} where {dtype} ends at {torch.finfo(dtype).max:.3g}; rescale it, or "
+            "take the row out"
+        )
+
+
 @dataclass(frozen=True)
 class Run:
     """A run folder.
@@ -94,12 +127,14 @@ class Run:
         model: The model, built with the run's options.
         preprocessor: What encodes new rows as the training rows were.
         record: What `run.json` holds.
+        made: Whether the folder was made for this run, where before there was none.
     """
 
     folder: Path
     model: "nn.Module"
     preprocessor: Preprocessor
     record: Mapping[str, Any]
+    made: bool = False
 
     @classmethod
     def create(
@@ -121,11 +156,14 @@ class Run:
 
         Raises:
             DataError: The folder exists and is not empty.
+            FileError: The folder cannot be made or written.
         """
         folder = Path(folder)
+        made = not folder.exists()
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise DataError(f"{folder} exists already; choose another --out, or remove it")
-        folder.mkdir(parents=True, exist_ok=True)
+        with refusal_named(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         record = {
             "format": FORMAT,
             "pbnn": __version__,
@@ -137,7 +175,7 @@ class Run:
             shutil.copyfile(model_path, path)
         with writing(folder / "run.json") as path:
             path.write_text(json.dumps(record, indent=1), encoding="utf-8")
-        return cls(folder, model, preprocessor, record)
+        return cls(folder, model, preprocessor, record, made)
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Self:
@@ -168,6 +206,22 @@ class Run:
             )
         return cls(folder, model, preprocessor, record)
 
+    @contextlib.contextmanager
+    def removed_if_empty(self) -> Iterator[None]:
+        """Remove the files, and the folder made for them, if a block fails with nothing fitted.
+
+        The same command, corrected, then finds its folder free.
+        """
+        try:
+            yield
+        except BaseException:
+            if not self.posteriors():
+                for path in self.folder.iterdir():
+                    path.unlink()
+                if self.made:
+                    self.folder.rmdir()
+            raise
+
     def posteriors(self) -> list[str]:
         """Return the names of the saved posteriors, sorted."""
         return sorted(path.stem for path in self.folder.glob("*.pt"))
@@ -179,11 +233,13 @@ class Run:
             name: Its name; needless where there is only one.
 
         Raises:
-            FileError: There is no such posterior, or several and no name.
+            FileError: There is no such posterior, or several and no name, or none at all.
         """
         from pbnn.infer.posterior import Posterior
 
         names = self.posteriors()
+        if not names:
+            raise FileError(f"{self.folder} holds no posterior (no .pt file); fit again")
         if name is None and len(names) == 1:
             name = names[0]
         if name not in names:
