@@ -579,3 +579,17 @@ def test_file_opens_under_the_next_arviz(data, engine, tmp_path):  # fault 25
         }
         # Both versions smooth the same weights, with small differences in the tail fit.
         assert report[name]["elpd"] == pytest.approx(elpd(az.loo(file)), abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"predictive_draws": -1}, "predictive_draws=-1; expected 0"),
+        ({"log_likelihood": []}, "log_likelihood=.*expected True, False, or numbers of rows"),
+        ({"log_likelihood": [0, 100]}, "numbers of rows from 0 to"),
+    ],
+)
+def test_draws_and_rows_that_are_not_there(data, engine, options, message):
+    x, y = data
+    with pytest.raises(DataError, match=message):
+        to_inference_data(linear_posterior(x, y), model="m", x=x, y=y, **options)

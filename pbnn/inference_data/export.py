@@ -126,6 +126,8 @@ def to_inference_data(
     if feature_names is None and hasattr(x, "columns"):
         feature_names = [str(name) for name in x.columns]
     made: dict[str, ArrayLike] = {}
+    if predictive_draws is not None and predictive_draws < 0:
+        raise DataError(f"predictive_draws={predictive_draws}; expected 0 (for none) or more")
     if isinstance(prior, int):
         prior = _prior(model, x, prior, seed, device)
     if model is not None:
@@ -143,7 +145,7 @@ def to_inference_data(
                 if predictive_draws is not None:
                     made |= {f"{group}/draw": kept for group in groups}
         if log_likelihood is not False and x is not None and y is not None:
-            rows = None if isinstance(log_likelihood, bool) else np.asarray(log_likelihood)
+            rows = None if isinstance(log_likelihood, bool) else _row_numbers(log_likelihood, y)
             parts["log_likelihood"] = _log_likelihood(model, posterior, x, y, rows, options)
             if rows is not None:
                 length = len(next(iter(parts["observed_data"].values())))
@@ -202,6 +204,22 @@ def _predictive(
     if len(kept) == count and "f" not in {**source.draws, **source.deterministic}:
         groups[name] = {"f": output}
     return groups, kept
+
+
+def _row_numbers(rows: ArrayLike, y: Any) -> NDArray[Any]:
+    """Return the rows whose log-likelihood is wanted, which must be there."""
+    length = len(next(iter(y.values())) if isinstance(y, Mapping) else y)
+    numbers = np.asarray(rows)
+    if (
+        numbers.size == 0
+        or numbers.dtype.kind not in "iu"
+        or not (0 <= numbers.min() and numbers.max() < length)
+    ):
+        raise DataError(
+            f"log_likelihood={rows!r}; expected True, False, or numbers of rows from 0 to "
+            f"{length - 1}"
+        )
+    return numbers
 
 
 def _log_likelihood(
