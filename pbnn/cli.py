@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"error: the model file calls sys.exit({error.code}); expected no call of it", 2
         )
     except KeyboardInterrupt as interrupt:
-        return _say(f"interrupted; {interrupt or 'what was finished is kept'}", 130)
+        return _say(f"interrupted; {str(interrupt) or 'what was finished is kept'}", 130)
     return 0
 
 

@@ -111,6 +111,16 @@ def test_ctrl_c_in_the_first_fit_of_a_comparison_is_the_last(table, tmp_path, mo
     assert Run.load(tmp_path / "run").posteriors() == ["normal_interrupted"]
 
 
+def test_ctrl_c_before_the_first_step_leaves_nothing(table, tmp_path, monkeypatch, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_fit_svi", interrupted)
+    assert fit(table, tmp_path / "run", command="compare") == 130
+    assert_one_line(capsys, "what was finished is kept", starts="pbnn: interrupted; ")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_file_in_the_way_of_a_folder_is_named(table, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert fit(table, tmp_path / "file" / "run") == 2
