@@ -37,3 +37,12 @@ def test_another_model_with_the_same_sites_is_refused(road, tmp_path):
     for other in (model(prior=3.0), model(noise=5.0), model(power=2)):
         with pytest.raises(FileError, match="a checkpoint of another run"):
             fit(other, x, x[:, 0], resume=True, **fixed)
+
+
+@pytest.mark.parametrize("road", ROADS)
+def test_a_checkpoint_that_is_a_file_is_refused(road, tmp_path):
+    fit, options = ROADS[road]
+    (tmp_path / "file").write_text("")
+    x = torch.randn(20, 2)
+    with pytest.raises(FileError, match="file cannot be written"):
+        fit(model(), x, x[:, 0], checkpoint=tmp_path / "file", progress=False, **options)

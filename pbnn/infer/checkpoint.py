@@ -81,7 +81,8 @@ class Checkpoint:
 
     def __init__(self, folder: str | os.PathLike[str], identity: Mapping[str, Any]) -> None:
         self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        with refusal_named(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
         self.identity = json.loads(json.dumps(dict(identity)))
 
     @property

@@ -213,7 +213,7 @@ def _row_numbers(rows: ArrayLike, y: Any) -> NDArray[Any]:
     if (
         numbers.size == 0
         or numbers.dtype.kind not in "iu"
-        or not (0 <= numbers.min() and numbers.max() < length)
+        or not (numbers.min() >= 0 and numbers.max() < length)
     ):
         raise DataError(
             f"log_likelihood={rows!r}; expected True, False, or numbers of rows from 0 to "
