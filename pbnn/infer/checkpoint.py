@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pbnn.errors import FileError
+from pbnn.files import refusal_named
 from pbnn.infer.lanes import STATS
 
 __all__ = ["Checkpoint", "Store", "digest"]
