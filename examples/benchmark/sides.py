@@ -129,7 +129,8 @@ class Pbnn:
         from pbnn.infer.lanes import Rule
 
         rule = Rule(max_tree_depth=self.settings["depth"])
-        density, self.engine = self._engine(warmup=WARMUP, draws=10**5, rule=rule)
+        # Few are kept, so that the peak is that of the state and not of draws nobody wants.
+        density, self.engine = self._engine(warmup=WARMUP, draws=10, thin=10**4, rule=rule)
         self.take = (
             self._compile(density.graph, density.data_tensors, self.engine, self._group(density))
             if self.settings["compile"] is not False
