@@ -12,9 +12,10 @@ from torch import Tensor
 
 from pbnn.errors import FileError
 from pbnn.files import refusal_named
+from pbnn.infer.density import Density
 from pbnn.infer.lanes import STATS
 
-__all__ = ["Checkpoint", "Store", "digest"]
+__all__ = ["Checkpoint", "Store", "digest", "problem_identity"]
 
 _FORMAT = 1
 _STATE = "state.pt"
@@ -67,6 +68,27 @@ def digest(*values: Any) -> str:
         else:
             sha.update(repr(value).encode())
     return sha.hexdigest()[:16]
+
+
+def problem_identity(density: Density) -> dict[str, str]:
+    """Name a model and its data, for every road; options are for the road to name.
+
+    Args:
+        density: The log density of the bound model.
+    """
+    bound = density.bound
+    return {
+        # Before the model, whose log density depends on the data: the cause is named first.
+        "data": digest(bound.x, bound.y),
+        "model": digest(
+            [(s.name, s.kind, s.shape, s.prior, s.support) for s in bound.sites],
+            getattr(bound.model, "pbnn_source", None),
+            density.fingerprint(),
+        ),
+        "buffers": digest(bound.buffers()),
+        "dtype": str(bound.dtype),
+        "device": bound.device.type,
+    }
 
 
 class Checkpoint:

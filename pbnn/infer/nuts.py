@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pbnn.errors import ConvergenceWarning, FitError, PbnnWarning
 from pbnn.front_door import bind
-from pbnn.infer.checkpoint import digest
+from pbnn.infer.checkpoint import digest, problem_identity
 from pbnn.infer.compiled import compile_step, group_size, is_wide, worth_compiling_step
 from pbnn.infer.density import Density
 from pbnn.infer.engine import Engine, Stepper, eager
@@ -254,20 +254,11 @@ def _check_constants(bound: BoundModel, constants: Values | None) -> None:
 
 def _identity(density: Density, chains: int, init: Any, compiled: bool) -> dict[str, Any]:
     """Name what makes a run what it is, beside the options."""
-    bound = density.bound
     return {
         "chains": chains,
         "init": init if isinstance(init, str) else digest(init),
-        # Before the model, whose log density depends on the data: the cause is named first.
-        "data": digest(bound.x, bound.y),
-        "model": digest(
-            [(s.name, s.kind, s.shape, s.prior, s.support) for s in bound.sites],
-            getattr(bound.model, "pbnn_source", None),
-            density.fingerprint(),
-        ),
-        "constants": digest(bound.constants(), bound.buffers()),
-        "dtype": str(bound.dtype),
-        "device": bound.device.type,
+        **problem_identity(density),
+        "constants": digest(density.bound.constants()),
         "compiled": compiled,
     }
 

@@ -17,7 +17,7 @@ from torch.distributions import biject_to
 from pbnn.errors import ConvergenceWarning, FileError, FitError, ModelError
 from pbnn.front_door import bind, prior_values
 from pbnn.infer.batches import Batches, check_batching
-from pbnn.infer.checkpoint import Checkpoint, digest
+from pbnn.infer.checkpoint import Checkpoint, digest, problem_identity
 from pbnn.infer.density import Density
 from pbnn.infer.guides import approximation, draw_guide, make_guide, prepare_guide
 from pbnn.infer.guides.drawing import gaussian_blocks
@@ -328,16 +328,7 @@ def _identity(bound: BoundModel, step: Step) -> dict[str, Any]:
     return {
         "road": "svi",
         "start": digest(step.parameters),
-        # Before the model, whose log density depends on the data: the cause is named first.
-        "data": digest(bound.x, bound.y),
-        "model": digest(
-            [(s.name, s.kind, s.shape, s.prior, s.support) for s in bound.sites],
-            getattr(bound.model, "pbnn_source", None),
-            Density(bound, chains=0).fingerprint(),
-        ),
-        "buffers": digest(bound.buffers()),
-        "dtype": str(bound.dtype),
-        "device": bound.device.type,
+        **problem_identity(Density(bound, chains=0)),
         "compiled": step.compiled,
     }
 
