@@ -13,6 +13,7 @@ import torch
 
 import pbnn
 from pbnn import cli
+from pbnn.cli import fitting
 from pbnn.errors import FileError
 from pbnn.runs import Run
 
@@ -165,7 +166,7 @@ def test_ctrl_c_between_fits_keeps_what_is_done(table, tmp_path, monkeypatch, ca
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_fit_nuts", interrupted)
+    monkeypatch.setattr(fitting, "_fit_nuts", interrupted)
     status = run(
         "compare", MODELS / "regression.py", "--dataset", table, "--target", "y", "--drop", "kind",
         "--out", tmp_path / "run", *SMALL,
@@ -176,7 +177,7 @@ def test_ctrl_c_between_fits_keeps_what_is_done(table, tmp_path, monkeypatch, ca
 
 
 def test_options_take_python_literals_and_words():
-    assert cli._options(["hidden=64", "activation=relu", "weight_scale=0.5", "flag=True"]) == {
+    assert fitting._options(["hidden=64", "activation=relu", "weight_scale=0.5", "flag=True"]) == {
         "hidden": 64,
         "activation": "relu",
         "weight_scale": 0.5,

@@ -11,6 +11,7 @@ import pytest
 
 import pbnn
 from pbnn import cli
+from pbnn.cli import fitting
 from pbnn.infer.training import Training
 from pbnn.runs import Run
 
@@ -115,7 +116,7 @@ def test_ctrl_c_before_the_first_step_leaves_nothing(table, tmp_path, monkeypatc
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_fit_svi", interrupted)
+    monkeypatch.setattr(fitting, "_fit_svi", interrupted)
     assert fit(table, tmp_path / "run", command="compare") == 130
     assert_one_line(capsys, "what was finished is kept", starts="pbnn: interrupted; ")
     assert not (tmp_path / "run").exists()

@@ -1,0 +1,231 @@
+"""Commands that fit: one road, or three guides beside NUTS; each leaves a run folder."""
+
+import argparse
+import ast
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pbnn.cli.messages import warnings_held
+from pbnn.errors import DataError, PbnnWarning
+
+if TYPE_CHECKING:
+    from pbnn.data import Dataset
+    from pbnn.infer.posterior import Posterior
+    from pbnn.prediction import Prediction
+    from pbnn.runs import Run
+
+__all__ = ["GUIDES", "run_compare", "run_fit"]
+
+GUIDES = ("normal", "lowrank", "kronecker")
+
+
+def run_compare(arguments: argparse.Namespace) -> None:
+    """Fit three guides and NUTS, and print one table."""
+    from pbnn.evaluate.comparison import compare
+    from pbnn.evaluate.probes import away
+
+    if not 0 < arguments.test_fraction < 1:
+        raise DataError(
+            f"--test-fraction {arguments.test_fraction}: compare needs held-out rows; expected a "
+            "share between 0 and 1"
+        )
+    run, data = _start(arguments)
+    fits: dict[str, Posterior] = {}
+    with run.removed_if_empty():
+        for guide in GUIDES:
+            fits[guide] = _kept(run, guide, _fitted(run, data, arguments, guide))
+    fits["nuts"] = _kept(run, "nuts", _fitted(run, data, arguments, "nuts"))
+    repeats = {}
+    if arguments.repeat:
+        other = argparse.Namespace(**{**vars(arguments), "seed": arguments.seed + 1})
+        repeats = {guide: _fitted(run, data, other, guide) for guide in GUIDES}
+    result = compare(
+        fits,
+        run.model,
+        data.x_test,
+        data.y_test,
+        reference="nuts",
+        repeats=repeats,
+        elsewhere=away(data.x_test, data.x_train, seed=arguments.seed),
+        units=data.preprocessor.target_units,
+        seed=arguments.seed,
+        device=arguments.device,
+    )
+    run.write_table("table", result.table)
+    run.write_table("distances", result.distances)
+    print(f"\n{result}\n")
+    _export(run, data, fits, result.predictions, arguments)
+
+
+def run_fit(arguments: argparse.Namespace) -> None:
+    """Fit by one road."""
+    from pbnn.prediction import predict
+
+    run, data = _start(arguments)
+    name = "nuts" if arguments.method == "nuts" else arguments.guide
+    with run.removed_if_empty():
+        posterior = _kept(run, name, _fitted(run, data, arguments, name))
+    if arguments.method == "svi":
+        _report(run, data, posterior, arguments)
+    units = data.preprocessor.target_units
+    prediction = predict(run.model, posterior, data.x_test, units=units, device=arguments.device)
+    _export(run, data, {name: posterior}, {name: prediction}, arguments)
+
+
+def _report(
+    run: "Run", data: "Dataset", posterior: "Posterior", arguments: argparse.Namespace
+) -> None:
+    """Print what an SVI fit says about itself, and keep its table of sites."""
+    from pbnn.evaluate.svi_report import svi_report
+
+    report = svi_report(posterior, run.model, data.x_train, data.y_train, device=arguments.device)
+    run.write_table("svi_sites", report.sites)
+    print(f"\n{report}\n")
+
+
+def _start(arguments: argparse.Namespace) -> tuple["Run", "Dataset"]:
+    """Read the data, build the model, open the run folder, and print the table of sites."""
+    import torch
+
+    from pbnn.data import prepare, read_table
+    from pbnn.front_door import check_model
+    from pbnn.runs import Run, check_range, free_folder, model_for, target_kind_of
+
+    if arguments.threads < 1:
+        raise DataError(f"--threads {arguments.threads}: expected 1 or more")
+    torch.set_num_threads(arguments.threads)
+    options = _options(arguments.set)
+    table = read_table(arguments.dataset, arguments.target, categorical=arguments.categorical)
+    data = prepare(
+        table,
+        target_kind=target_kind_of(arguments.model, options, table),
+        test_fraction=arguments.test_fraction,
+        seed=arguments.seed,
+        impute=arguments.impute,
+        drop=arguments.drop,
+    )
+    model = model_for(arguments.model, data.preprocessor, options)
+    for part, x, y in (
+        (data.train_rows, data.x_train, data.y_train),
+        (data.test_rows, data.x_test, data.y_test),
+    ):
+        rows = table.rows.take(part)
+        check_range(x, data.preprocessor.feature_names, model, rows)
+        # Draws of y are kept in both units.
+        for values in (y, data.preprocessor.target_units.restore(y)):
+            check_range(values, data.preprocessor.target_names, model, rows)
+    sites = check_model(model, data.x_train, data.y_train, device=arguments.device)
+    folder = arguments.out or free_folder(arguments.model, data.name)
+    settings = {k: v for k, v in vars(arguments).items() if k != "command"}
+    run = Run.create(folder, arguments.model, model, data.preprocessor, settings)
+    run.write_table("sites", sites, index=False)
+    print(f"{data.name}: {len(data.x_train)} training rows, {len(data.x_test)} test rows")
+    for note in data.preprocessor.notes:
+        print(note)
+    print(sites.to_string(index=False))
+    return run, data
+
+
+def _options(pairs: Sequence[str]) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals or not name.isidentifier():
+            raise DataError(f"--set {pair}: expected NAME=VALUE, such as --set hidden=64")
+        try:
+            options[name] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            options[name] = text
+    return options
+
+
+def _fitted(run: "Run", data: "Dataset", arguments: argparse.Namespace, name: str) -> "Posterior":
+    """Fit by NUTS or by SVI with a guide; stop the command where Ctrl-C cut the fit short."""
+    with warnings_held():
+        if name == "nuts":
+            posterior = _fit_nuts(run, data, arguments)
+        else:
+            posterior = _fit_svi(run, data, arguments, name)
+        # Fits take Ctrl-C as the wish to see what there is.
+        told = posterior.provenance
+        if told.get("interrupted") or told.get("ended") == "interrupted":
+            path = posterior.save(run.folder / f"{name}_interrupted.pt")
+            raise KeyboardInterrupt(f"the draws of {name} so far are in {path}")
+    return posterior
+
+
+def _fit_svi(run: "Run", data: "Dataset", arguments: argparse.Namespace, guide: str) -> "Posterior":
+    from pbnn.infer.svi import fit_svi
+
+    return fit_svi(
+        run.model,
+        data.x_train,
+        data.y_train,
+        guide=guide,
+        rank=getattr(arguments, "rank", None),
+        steps=arguments.steps,
+        lr=arguments.lr,
+        batch_size=arguments.batch_size,
+        seed=arguments.seed,
+        device=arguments.device,
+        progress=not arguments.quiet,
+    )
+
+
+def _fit_nuts(run: "Run", data: "Dataset", arguments: argparse.Namespace) -> "Posterior":
+    from pbnn.infer.nuts import fit_nuts
+
+    return fit_nuts(
+        run.model,
+        data.x_train,
+        data.y_train,
+        chains=arguments.chains,
+        warmup=arguments.warmup,
+        draws=arguments.draws,
+        seed=arguments.seed,
+        device=arguments.device,
+        progress=not arguments.quiet,
+    )
+
+
+def _kept(run: "Run", name: str, posterior: "Posterior") -> "Posterior":
+    path = posterior.save(run.folder / f"{name}.pt")
+    print(f"{name}: {posterior.seconds:.1f} s, {path}")
+    return posterior
+
+
+def _export(
+    run: "Run",
+    data: "Dataset",
+    fits: Mapping[str, "Posterior"],
+    predictions: Mapping[str, "Prediction"],
+    arguments: argparse.Namespace,
+) -> None:
+    """Write one netCDF file for each posterior, and the pictures."""
+    from pbnn.inference_data import to_inference_data, write_netcdf
+    from pbnn.plots import draw_run
+
+    exported = {}
+    for name, posterior in fits.items():
+        exported[name] = to_inference_data(
+            posterior,
+            model=run.model,
+            x=data.x_train,
+            y=data.y_train,
+            x_new=data.x_test if len(data.x_test) else None,
+            feature_names=data.preprocessor.feature_names,
+            units=data.preprocessor.target_units,
+            seed=arguments.seed,
+            device=arguments.device,
+        )
+        write_netcdf(exported[name], run.folder / f"{name}.nc")
+    units = data.preprocessor.target_units
+    files = []
+    try:
+        files = draw_run(run.folder, exported, predictions, data.y_test, units)
+    except (ArithmeticError, ValueError) as error:
+        # Values near the end of a float's range have no axis; the fit and its table stand.
+        warnings.warn(f"the pictures could not be drawn: {error}", PbnnWarning, stacklevel=2)
+    print(f"pictures: {', '.join(path.name for path in files) or 'none for this target'}")
+    print(f"run folder: {run.folder}")
