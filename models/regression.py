@@ -10,6 +10,7 @@ Use heteroscedastic.py when the noise depends on x, classification.py when y is 
 """
 
 import itertools
+from collections.abc import Sequence
 
 import pyro
 import pyro.distributions as dist
@@ -26,7 +27,7 @@ class Model(PyroModule):  # type: ignore[misc]
         hidden: Units in each hidden layer.
         depth: Number of hidden layers.
         activation: Name of a function in `torch.nn.functional`, such as "tanh" or "relu".
-        weight_scale: Prior scale of a weight, times sqrt(fan in).
+        weight_scale: Prior scale of a weight, times sqrt(fan in); one, or one for each layer.
         bias_scale: Prior scale of a bias.
         noise_scale: Scale of the HalfNormal prior on the noise scale, in units of standardised y.
     """
@@ -39,7 +40,7 @@ class Model(PyroModule):  # type: ignore[misc]
         hidden: int = 50,
         depth: int = 1,
         activation: str = "tanh",
-        weight_scale: float = 1.0,
+        weight_scale: float | Sequence[float] = 1.0,
         bias_scale: float = 1.0,
         noise_scale: float = 1.0,
     ) -> None:
@@ -49,9 +50,11 @@ class Model(PyroModule):  # type: ignore[misc]
         self.layers = PyroModule[nn.ModuleList](
             PyroModule[nn.Linear](a, b) for a, b in itertools.pairwise(widths)
         )
-        for layer in self.layers:
+        if not isinstance(weight_scale, Sequence):
+            weight_scale = [weight_scale] * len(self.layers)
+        for layer, width in zip(self.layers, weight_scale, strict=True):
             a, b = layer.in_features, layer.out_features
-            weight = dist.Normal(0.0, weight_scale / a**0.5)
+            weight = dist.Normal(0.0, width / a**0.5)
             layer.weight = PyroSample(weight.expand([b, a]).to_event(2))
             layer.bias = PyroSample(dist.Normal(0.0, bias_scale).expand([b]).to_event(1))
         outputs = [] if out_features == 1 else [out_features]
