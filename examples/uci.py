@@ -14,7 +14,7 @@ import argparse
 import json
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from pbnn.progress import progress_bar
 MODEL = Path(__file__).parents[1] / "models" / "regression.py"
 GUIDES = ("normal", "layer_lowrank", "lowrank", "kronecker")
 REFERENCE = "nuts"
+NUMPYRO = "numpyro"  # its fits are made by benchmark/uci_numpyro.py, and read here
 REPLICATES = 2_000
 # RMSE and log density, mean ± standard error over 20 splits: Hernández-Lobato & Adams (2015), Gal &
 # Ghahramani (2016) and Lakshminarayanan et al. (2017), all as in table 1 of the last.
@@ -108,7 +109,7 @@ class Task:
     def settings(self, arguments: argparse.Namespace) -> Result:
         """Return what a stored result must have been made with."""
         names = ["hidden"]
-        if self.road == REFERENCE:
+        if self.road in (REFERENCE, NUMPYRO):
             names += ["chains", "warmup", "draws", "max_tree_depth"]
         elif self.road in GUIDES:
             names += ["steps"]
@@ -150,13 +151,14 @@ def scores(model: Any, posterior: Any, split: Split) -> Result:
     """Return the scores by held-out row, in original units, as plain JSON values."""
     x, y = split.test
     prediction = pbnn.predict(model, posterior, x, y=y, quantiles=(0.05, 0.95))
-    low, high = prediction.quantiles.values()
+    row = {name: column.to_numpy() for name, column in prediction.to_frame().items()}
+    observed = y.numpy()
     return {
         # In original units the log density loses log scale(y).
-        "lpd": (prediction.log_predictive_density - math.log(split.scale)).tolist(),
-        "error": ((prediction.mean - y) * split.scale).tolist(),
-        "f_scale": (prediction.epistemic_scale * split.scale).tolist(),
-        "covered": ((low <= y) & (y <= high)).tolist(),
+        "lpd": (row["log_predictive_density"] - math.log(split.scale)).tolist(),
+        "error": ((row["mean"] - observed) * split.scale).tolist(),
+        "f_scale": (row["epistemic_scale"] * split.scale).tolist(),
+        "covered": ((row["q0.05"] <= observed) & (observed <= row["q0.95"])).tolist(),
     }
 
 
@@ -196,10 +198,22 @@ def found(tasks: Iterable[Task], arguments: argparse.Namespace) -> dict[Task, Re
     return results
 
 
-def mean_and_error(values: list[float]) -> str:
-    """Return the mean ± its standard error over splits, as text."""
-    error = np.std(values, ddof=1) / len(values) ** 0.5 if len(values) > 1 else np.nan
-    return f"{np.mean(values):.2f} ± {error:.2f}"
+def rmse(result: Result) -> float:
+    """Return the root mean square error over the held-out rows."""
+    return float(np.mean(np.square(result["error"])) ** 0.5)
+
+
+def log_density(result: Result) -> float:
+    """Return the mean log predictive density of the held-out rows."""
+    return float(np.mean(result["lpd"]))
+
+
+def mean_and_error(fits: dict[Task, Result], score: Callable[[Result], float]) -> str:
+    """Return a score's mean ± its standard error over splits, as text; seeds are averaged first."""
+    splits = dict.fromkeys(task.split for task in fits)
+    values = [np.mean([score(r) for t, r in fits.items() if t.split == s]) for s in splits]
+    error = f" ± {np.std(values, ddof=1) / len(values) ** 0.5:.2f}" if len(values) > 1 else ""
+    return f"{np.mean(values):.2f}{error}"
 
 
 def interval(values: Numbers, statistic: Any) -> str:
@@ -210,34 +224,58 @@ def interval(values: Numbers, statistic: Any) -> str:
     return f"{statistic(values):.2f} [{low:.2f}, {high:.2f}]"
 
 
+def by_road(results: dict[Task, Result]) -> Iterator[tuple[str, str, dict[Task, Result]]]:
+    """Yield data set, road and their fits."""
+    for dataset in dict.fromkeys(task.dataset for task in results):
+        for road in dict.fromkeys(t.road for t in results if t.dataset == dataset):
+            fits = {t: r for t, r in results.items() if (t.dataset, t.road) == (dataset, road)}
+            yield dataset, road, fits
+
+
 def protocol(results: dict[Task, Result]) -> pd.DataFrame:
     """Return mean ± standard error over splits by data set and road, published values below."""
     rows = []
+    for dataset, road, fits in by_road(results):
+        verdicts = [r["verdict"] for r in fits.values() if r["verdict"]]
+        rows.append(
+            {
+                "data": dataset,
+                "road": road,
+                "splits": len({task.split for task in fits}),
+                "RMSE": mean_and_error(fits, rmse),
+                "log density": mean_and_error(fits, log_density),
+                "90% coverage": f"{np.mean([np.mean(r['covered']) for r in fits.values()]):.2f}",
+                "seconds": f"{np.median([r['seconds'] for r in fits.values()]):.0f}",
+                "chains": ", ".join(f"{verdicts.count(v)} {v}" for v in sorted(set(verdicts))),
+            }
+        )
     for dataset in dict.fromkeys(task.dataset for task in results):
-        for road in dict.fromkeys(t.road for t in results if t.dataset == dataset):
-            fits = [r for t, r in results.items() if (t.dataset, t.road) == (dataset, road)]
-            verdicts = [r["verdict"] for r in fits if r["verdict"]]
-            rows.append(
-                {
-                    "data": dataset,
-                    "road": road,
-                    "fits": len(fits),
-                    "RMSE": mean_and_error([np.mean(np.square(r["error"])) ** 0.5 for r in fits]),
-                    "log density": mean_and_error([np.mean(r["lpd"]) for r in fits]),
-                    "90% coverage": f"{np.mean([np.mean(r['covered']) for r in fits]):.2f}",
-                    "seconds": f"{np.median([r['seconds'] for r in fits]):.0f}",
-                    "chains": ", ".join(f"{verdicts.count(v)} {v}" for v in sorted(set(verdicts))),
-                }
-            )
-        for name, (rmse, density) in PUBLISHED.get(dataset, {}).items():
-            published = {"data": dataset, "road": f"{name}, published", "fits": 20}
-            rows.append({**published, "RMSE": rmse, "log density": density})
-    return pd.DataFrame(rows).fillna("")
+        for name, (error, density) in PUBLISHED.get(dataset, {}).items():
+            published = {"data": dataset, "road": f"{name} (published)", "splits": 20}
+            rows.append({**published, "RMSE": error, "log density": density})
+    return pd.DataFrame(rows).fillna("").sort_values("data", kind="stable")
+
+
+def ranges(results: dict[Task, Result]) -> pd.DataFrame:
+    """Return the least and the largest score over seeds, by split, where there are several."""
+    rows: list[dict[str, Any]] = []
+    for dataset, road, fits in by_road(results):
+        for split in dict.fromkeys(task.split for task in fits):
+            seeds = [result for task, result in fits.items() if task.split == split]
+            row: Result = {"data": dataset, "split": split, "road": road, "seeds": len(seeds)}
+            for name, score in (("RMSE", rmse), ("log density", log_density)):
+                values = [score(result) for result in seeds]
+                row[name] = f"{min(values):.2f} to {max(values):.2f}"
+            rows.append(row)
+    return pd.DataFrame([row for row in rows if row["seeds"] > 1])
 
 
 def beside_reference(results: dict[Task, Result]) -> pd.DataFrame:
     """Return each road beside NUTS of the same split, over the held-out rows of all splits."""
-    reference = {(t.dataset, t.split): r for t, r in results.items() if t.road == REFERENCE}
+    reference: dict[tuple[str, int], Result] = {}
+    for task, result in results.items():
+        if task.road == REFERENCE:
+            reference.setdefault((task.dataset, task.split), result)  # the first seed
     pairs: dict[tuple[str, str], list[tuple[Result, Result]]] = {}
     for task, result in results.items():
         beside = reference.get((task.dataset, task.split))
@@ -291,7 +329,7 @@ def arguments_given() -> argparse.Namespace:
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, on shipped data")
     arguments = parser.parse_args()
     for road in arguments.roads:
-        if road not in (*GUIDES, REFERENCE) and not hasattr(pbnn, f"fit_{road}"):
+        if road not in (*GUIDES, REFERENCE, NUMPYRO) and not hasattr(pbnn, f"fit_{road}"):
             parser.error(f"--roads {road}: there is neither such a guide nor a pbnn.fit_{road}")
     if arguments.smoke:
         arguments.datasets, arguments.splits, arguments.roads = (
@@ -318,7 +356,9 @@ def main() -> None:
         for road in arguments.roads
     ]
     there = found(tasks, arguments)
-    missing = [] if arguments.tables_only else [task for task in tasks if task not in there]
+    missing = [task for task in tasks if task not in there and task.road != NUMPYRO]
+    if arguments.tables_only:
+        missing = []
     with (
         joblib.parallel_config(backend=arguments.backend, n_jobs=arguments.jobs),
         progress_bar(label="fits", unit="fit", total=len(missing), show=bool(missing)) as bar,
@@ -328,7 +368,8 @@ def main() -> None:
             print(line, flush=True)
             bar.update(1)
     results = found(tasks, arguments)
-    for name, table in (("protocol", protocol), ("beside_nuts", beside_reference)):
+    tables = {"protocol": protocol, "beside_nuts": beside_reference, "ranges": ranges}
+    for name, table in tables.items():
         frame = table(results)
         if len(frame):
             with writing(arguments.out / f"{name}.csv") as path:
