@@ -3,6 +3,7 @@
 `pbnn.front_door.bind` is where a model meets its data.
 """
 
+import contextlib
 import copy
 import hashlib
 import inspect
@@ -23,6 +24,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor, nn
 from torch.distributions import constraints, transform_to
+from torch.func import functional_call
 
 from pbnn.errors import ModelError
 
@@ -270,6 +272,7 @@ def run(
     *,
     fill: Mapping[str, Tensor] | None = None,
     checks: bool = False,
+    state: Mapping[str, Tensor] | None = None,
 ) -> poutine.Trace:
     """Run the model once at given values of its latent sites and params.
 
@@ -283,13 +286,32 @@ def run(
         y: Observations; None samples them.
         fill: By observed site, the value that takes the place of NaN in y.
         checks: Whether distributions check their arguments (they read values, so never in a trace).
+        state: Tensors that take the place of the module's own parameters and buffers, by name.
 
     Returns:
         Pyro's trace; f(x) is `trace.nodes["_RETURN"]["value"]`.
     """
-    with pyro.validation_enabled(checks), _Given(values, fill or {}, checks=checks):
-        tracer = poutine.trace(model)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(pyro.validation_enabled(checks))
+        stack.enter_context(_Given(values, fill or {}, checks=checks))
+        if state:
+            # In an empty store: a PyroParam would be read from there instead of from its module.
+            stack.enter_context(pyro.get_param_store().scope())
+            stack.enter_context(_Held())
+        tracer = poutine.trace(_with_state(model, state) if state else model)
         return tracer.get_trace(x) if y is None else tracer.get_trace(x, y)
+
+
+def _with_state(model: Any, state: Mapping[str, Tensor]) -> Model:
+    return lambda *args: functional_call(model, dict(state), args)
+
+
+class _Held(Messenger):  # type: ignore[misc]
+    """Gives the parameters of modules the tensors that the modules hold, past Pyro's store."""
+
+    def _pyro_param(self, msg: Any) -> None:
+        if msg["value"] is None and len(msg["args"]) > 1:
+            msg["value"], msg["done"] = msg["args"][1], True
 
 
 def sample_nodes(trace: poutine.Trace) -> Iterator[tuple[str, Any]]:

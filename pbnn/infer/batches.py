@@ -34,14 +34,21 @@ class Batches:
         return self
 
     def __next__(self) -> tuple[Data, Data, float]:
+        bound, index = self._bound, self.rows()
+        if index is None or bound.rows is None:
+            return bound.x, bound.y, 1.0
+        return take(bound.x, index), take(bound.y, index), bound.rows / len(index)
+
+    def rows(self) -> Tensor | None:
+        """Return the numbers of the rows of the next batch; None for all of them."""
         bound, size = self._bound, self._size
         if size is None or bound.rows is None:
-            return bound.x, bound.y, 1.0
+            return None
         while len(self._queue) < size:
             order = torch.randperm(bound.rows, generator=self._generator)
             self._queue = torch.cat([self._queue, order])
         index, self._queue = self._queue[:size].to(bound.device), self._queue[size:]
-        return take(bound.x, index), take(bound.y, index), bound.rows / size
+        return index
 
     def state(self) -> dict[str, Any]:
         """Return what the next batch depends on."""

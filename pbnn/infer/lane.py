@@ -8,7 +8,7 @@ import torch
 from pyro import poutine
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
-from torch.func import functional_call, vmap
+from torch.func import vmap
 
 from pbnn.errors import ModelError
 from pbnn.infer.graph import FlatGraph, LaneSafe, trace
@@ -81,15 +81,11 @@ class Lane:
             checks: Whether distributions check their arguments.
         """
         x, y, state = _nested(dict(zip(self.names, data, strict=True)))
-        module: Any = self.bound.model
-
-        def model(*args: Any) -> Any:
-            return functional_call(module, state, args) if state else module(*args)
-
+        model, fill = self.bound.model, self.bound.fill
         latents = Latents(place)
         try:
             with pyro.validation_enabled(checks), latents:
-                return run(model, {}, x, y, fill=self.bound.fill, checks=checks), latents
+                return run(model, {}, x, y, fill=fill, checks=checks, state=state), latents
         except ModelError as error:  # Pyro has appended the shapes of all sites
             raise ModelError(str(error).splitlines()[0]) from error.__cause__
 

@@ -4,9 +4,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import pyro
 import torch
-from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
 from pbnn.infer.divergence import expected_log_prob
@@ -28,11 +26,15 @@ class Terms:
         bound: The model and its data.
         learned: Names of the model's parameters that are learned.
         reads: Whether the model may read values of its data (`int(y.max())`).
+
+    Attributes:
+        sites: Where each latent site lies in a flat vector of unconstrained values.
     """
 
     def __init__(self, bound: BoundModel, learned: Sequence[str], *, reads: bool) -> None:
         self.bound = bound
         self._lane = Lane(bound)
+        self.sites = self._lane.sites
         self._learned = set(learned)
         self._reads = reads
         self._counted = {s.name for s in bound.sites if s.kind in ("latent", "observed", "factor")}
@@ -56,6 +58,8 @@ class Terms:
         *,
         moments: Moments | None = None,
         mode: AbstractContextManager[Any] | None = None,
+        shift: Mapping[str, Tensor] | None = None,
+        jacobian: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """Return log-likelihood, and log prior with log |det J|.
 
@@ -67,6 +71,9 @@ class Terms:
             moments: Of the sites whose log prior is that expected under the guide, in closed form,
                 in place of that of the draw.
             mode: What the model runs inside of.
+            shift: By site, by how many standard deviations of its distribution the value at which
+                the log density is taken lies above the site's own.
+            jacobian: Whether log |det J| is added.
         """
         moments = moments or {}
         given = iter(data)
@@ -75,10 +82,12 @@ class Terms:
             for part, key in self._lane.names
         )
         likelihood = prior = torch.zeros((), dtype=self.bound.dtype, device=self.bound.device)
-        # In an empty store: a PyroParam would be read from there instead of from its module.
-        with LaneSafe(reads=self._reads), pyro.get_param_store().scope(), _Held():
+        with LaneSafe(reads=self._reads):
             with mode or nullcontext():
                 trace, latents = self._lane.run(_from_unconstrained(draw), inputs)
+            for name, scales in (shift or {}).items():
+                node = trace.nodes[name]
+                node["value"] = node["value"] + node["fn"].stddev * scales
             trace.compute_log_prob(
                 site_filter=lambda name, _: name in self._counted and name not in moments
             )
@@ -87,20 +96,13 @@ class Terms:
                     node = trace.nodes[site.name]
                     prior = prior + expected_log_prob(node["fn"], *moments[site.name])
                 elif site.kind == "latent":
-                    jacobian = latents.log_jacobian[site.name]
-                    prior = prior + trace.nodes[site.name]["log_prob_sum"] + jacobian
+                    prior = prior + trace.nodes[site.name]["log_prob_sum"]
+                    if jacobian:
+                        prior = prior + latents.log_jacobian[site.name]
                 elif site.kind in ("observed", "factor"):
                     term = trace.nodes[site.name]["log_prob_sum"]
                     likelihood = likelihood + (term if site.row_dim is None else factor * term)
         return likelihood, prior
-
-
-class _Held(Messenger):  # type: ignore[misc]
-    """Gives the parameters of modules the tensors that the modules hold, past Pyro's store."""
-
-    def _pyro_param(self, msg: Any) -> None:
-        if msg["value"] is None and len(msg["args"]) > 1:
-            msg["value"], msg["done"] = msg["args"][1], True
 
 
 def _from_unconstrained(values: Mapping[str, Tensor]) -> Place:
