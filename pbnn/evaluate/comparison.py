@@ -16,6 +16,7 @@ from pbnn.evaluate.calibration import (
 )
 from pbnn.evaluate.convergence import Convergence, check_convergence
 from pbnn.evaluate.distance import Distance, thinned
+from pbnn.evaluate.loo import Loo, leave_one_out
 from pbnn.infer.posterior import Posterior
 from pbnn.model import Data, Model, indexable, leaves
 from pbnn.prediction import Prediction, function_draws, log_likelihood, predict
@@ -106,7 +107,7 @@ class Comparison:
 
     def __str__(self) -> str:
         def text(table: "pd.DataFrame") -> str:
-            return str(table.to_string(float_format=lambda v: f"{v:.3f}"))
+            return str(table.to_string(float_format=lambda v: f"{v:.3f}", na_rep="n/a"))
 
         parts = [self.verdict, *self.notes, text(self.table)]
         if self.reference is not None and len(self.distances):
@@ -127,6 +128,7 @@ def compare(
     reference: str | None = None,
     repeats: Mapping[str, Posterior] | None = None,
     elsewhere: Mapping[str, Data] | None = None,
+    train: tuple[Data, Data] | None = None,
     units: "Units | None" = None,
     seed: int = 0,
     device: str | None = None,
@@ -136,10 +138,12 @@ def compare(
 
     Columns of the table: `lpd`, the mean log predictive density of a row, and `lpd_se`, its
     standard error over rows; `rmse` and `coverage_90` of central intervals, or `accuracy` and `ece`
-    for classes; `scale_ratio`, the median over rows of the posterior predictive's scale over the
-    reference's (numbers only); `epistemic_ratio`, the same of the scale of f(x) (logits centred
-    over classes), with `epistemic_ratio_5` and `epistemic_ratio_95`, its quantiles over rows;
-    `wasserstein`, the median distance between draws of f(x) in reference scales; `draws`;
+    for classes; with `train`, `loo` and `loo_se`, the same as `lpd` for the rows of the fit, each
+    under the posterior of all others, and NaN where importance sampling cannot give it (see
+    `pbnn.evaluate.loo`); `scale_ratio`, the median over rows of the posterior predictive's scale
+    over the reference's (numbers only); `epistemic_ratio`, the same of the scale of f(x) (logits
+    centred over classes), with `epistemic_ratio_5` and `epistemic_ratio_95`, its quantiles over
+    rows; `wasserstein`, the median distance between draws of f(x) in reference scales; `draws`;
     `seconds`. Rows whose y is missing are left out of scores.
 
     Two rows are noise floors. "NAME (half)": half of the reference's chains, judged against the
@@ -156,14 +160,15 @@ def compare(
         repeats: By name, the same road with another seed.
         elsewhere: Further inputs by name, without observations, such as shifted rows; see
             `pbnn.evaluate.probes.away`.
+        train: x and y of the fit, to estimate leave-one-out densities with.
         units: How y was standardised; scores are in the user's units.
         seed: Seed of the sampled predictives and of the bootstrap.
         device: Where to run.
         progress: Whether to show progress bars on stderr.
 
     Raises:
-        DataError: There are no posteriors or no rows, or the reference or a repeat is none of the
-            posteriors.
+        DataError: There are no posteriors or no rows, the reference or a repeat is none of the
+            posteriors, or `train` is not as long as the data of a fit.
         ModelError: A posterior is not one of this model.
     """
     import pandas as pd
@@ -196,10 +201,21 @@ def compare(
     for name, posterior in repeats.items():
         pairs[f"{name}{OTHER_SEED}"] = (scored(posterior), of[name])
     count = min(s.draws for pair in pairs.values() for s in pair if s is not None)
+    left_out = (
+        {}
+        if train is None
+        else {
+            name: leave_one_out(model, s.posterior, *train, **options)
+            for name, (s, _) in pairs.items()
+            if halves is None or s is not halves[0]
+        }
+    )
     rows: dict[str, dict[str, float]] = {}
     distances: dict[tuple[str, str], dict[str, float]] = {}
     for name, (one, other) in pairs.items():
         rows[name] = one.scores(y, units)
+        if name in left_out:
+            rows[name] |= {"loo": left_out[name].mean, "loo_se": left_out[name].error}
         if other is not None:
             apart = {where: one.distance(other, where, count, seed) for where in one.f}
             distances |= {(where, name): value for where, value in apart.items()}
@@ -220,7 +236,7 @@ def compare(
         reference=reference,
         convergence=convergence,
         predictions={name: s.prediction for name, s in of.items()},
-        notes=_notes(posteriors, count),
+        notes=_notes(posteriors, count, left_out),
     )
 
 
@@ -242,12 +258,19 @@ def _check_names(
         raise DataError(f"inputs {HELD_OUT!r} are the rows of x; choose another name")
 
 
-def _notes(posteriors: Mapping[str, Posterior], count: int) -> tuple[str, ...]:
+def _notes(
+    posteriors: Mapping[str, Posterior], count: int, left_out: Mapping[str, Loo]
+) -> tuple[str, ...]:
     """Return what a reader must know: what the fits say of themselves, and draws left out."""
     notes = [
         f"{name!r}: {note}"
         for name, posterior in posteriors.items()
         for note in posterior.provenance.get("notes", [])
+    ]
+    notes += [
+        f"{name!r}: PSIS-LOO is not available: {loo.unavailable}"
+        for name, loo in left_out.items()
+        if loo.unavailable
     ]
     if any(p.chains * p.draws_per_chain > count for p in posteriors.values()):
         notes.append(f"distances are between {count} draws of each posterior, evenly thinned")

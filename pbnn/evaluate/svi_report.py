@@ -10,7 +10,7 @@ from torch import Tensor
 from pbnn.errors import ModelError
 from pbnn.evaluate.linearised import linearised_variance
 from pbnn.evaluate.prior_moments import PriorMoments, prior_moments
-from pbnn.evaluate.psis import pareto_k
+from pbnn.evaluate.psis import TRUSTED_K, pareto_k
 from pbnn.front_door import bind
 from pbnn.infer.covariance import GaussianCovariance
 from pbnn.infer.density import Density
@@ -31,7 +31,6 @@ VARIANCE_ROWS = 500
 EIGENVALUES = 10
 # Nats: below this, a value's marginal is its prior's but for a tenth of its scale.
 AT_PRIOR = 0.01
-TRUSTED_K = 0.7
 
 
 @dataclass(frozen=True, kw_only=True)
