@@ -89,7 +89,10 @@ class Comparison:
         if ranking == []:
             return "nothing to rank beside the reference"
         if ranking is None:
-            return "no ranking: it needs a reference of Markov chains that have converged"
+            return (
+                "no ranking: it needs a reference of Markov chains that have converged (chains "
+                "that do not mix can be stacked: pbnn.evaluate.stacking.stack_chains)"
+            )
         near = self._near()
         floor = near.get(f"{self.reference}{HALF}")
         words = []

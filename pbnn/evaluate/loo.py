@@ -43,7 +43,7 @@ class Loo:
         """Standard error over rows of the mean; NaN where it is not available."""
         if self.unavailable or len(self.density) < 2:
             return float("nan")
-        return float(self.density.std()) / len(self.density) ** 0.5
+        return float(self.density.std() / len(self.density) ** 0.5)
 
 
 def leave_one_out(
