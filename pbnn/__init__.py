@@ -11,8 +11,10 @@ from pbnn._version import __version__
 
 if TYPE_CHECKING:
     from pbnn.evaluate.comparison import compare
+    from pbnn.evaluate.ood import check_ood
     from pbnn.evaluate.svi_report import svi_report
     from pbnn.front_door import check_model
+    from pbnn.infer.map import fit_map
     from pbnn.infer.nuts import fit_nuts
     from pbnn.infer.posterior import Posterior
     from pbnn.infer.svi import fit_svi
@@ -29,7 +31,9 @@ if TYPE_CHECKING:
 _HOMES = {
     "Posterior": "pbnn.infer.posterior",
     "check_model": "pbnn.front_door",
+    "check_ood": "pbnn.evaluate.ood",
     "compare": "pbnn.evaluate.comparison",
+    "fit_map": "pbnn.infer.map",
     "fit_nuts": "pbnn.infer.nuts",
     "fit_svi": "pbnn.infer.svi",
     "load_model": "pbnn.model",
@@ -46,7 +50,9 @@ __all__ = [
     "Posterior",
     "__version__",
     "check_model",
+    "check_ood",
     "compare",
+    "fit_map",
     "fit_nuts",
     "fit_svi",
     "load_model",

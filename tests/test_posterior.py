@@ -206,7 +206,7 @@ def flip(path):
         (lambda path: torch.save({"json": Evil()}, path), "not a posterior"),
         (lambda path: torch.save({"a": torch.ones(1)}, path), "not a posterior"),
         (lambda path: torch.save({"json": "{}"}, path), "not a posterior"),
-        (lambda path: torch.save({"json": '{"format": 99}'}, path), "its format is not 1; read it"),
+        (lambda path: torch.save({"json": '{"format": 99}'}, path), "its format is 99, and not one of 1, 2; read it"),
         (lambda path: torch.save({"json": '{"format": 1}'}, path), "not a posterior"),
     ],
 )

@@ -13,7 +13,14 @@ from torch import Tensor
 from torch.func import grad_and_value, vmap
 
 from pbnn.errors import FitError, ModelError, PbnnWarning
-from pbnn.infer.graph import CudaGraph, FlatGraph, compile_graph, trace, worth_compiling
+from pbnn.infer.graph import (
+    CudaGraph,
+    FlatGraph,
+    agree,
+    compile_graph,
+    trace,
+    worth_compiling,
+)
 from pbnn.infer.lane import NUMERICAL, TRIES, Lane, flat
 from pbnn.infer.unconstrained import Latent
 from pbnn.model import BoundModel, Data, isolated
@@ -291,7 +298,7 @@ class Density:
             found = graph(z, *self._data)
         for chain in sorted({0, chains - 1}):
             one = tuple(output[chain : chain + 1] for output in found)
-            if not _agree(one, self._chain_by_chain(z[chain : chain + 1], chain)):
+            if not agree(one, self._chain_by_chain(z[chain : chain + 1], chain)):
                 raise ModelError("its graph gives other numbers than the model itself")
         self._graphs[chains] = graph
         return graph
@@ -306,7 +313,7 @@ class Density:
         if self.compiled:
             try:
                 compiled = compile_graph(function, inputs)
-                if not _agree(compiled(*inputs), function(*inputs)):
+                if not agree(compiled(*inputs), function(*inputs)):
                     raise FitError("the compiled graph gives other numbers; pass compile=False")
                 function = compiled
             except FitError as error:
@@ -322,7 +329,7 @@ class Density:
             raise error
         where, reason = _where(error), str(error).strip().splitlines()[0]
         z = self._lane.start[None]
-        same = _agree(self._chain_by_chain(z), self._chain_by_chain(z), exact=True)
+        same = agree(self._chain_by_chain(z), self._chain_by_chain(z), exact=True)
         if "random operation" in reason or not same:
             raise ModelError(
                 f"the model is random beyond its sites{where}; declare it with `pyro.sample`, or "
@@ -393,17 +400,6 @@ class Density:
             torch.cat(outputs).reshape((*lead, *outputs[0].shape[1:]))
             for outputs in zip(*parts, strict=True)
         )
-
-
-def _agree(found: Any, expected: Any, *, exact: bool = False) -> bool:
-    """Whether two log densities and gradients are the same up to rounding."""
-    for a, b in zip(found, expected, strict=True):
-        # Terms of either sign may cancel, so rounding is measured against the largest of them.
-        digits = torch.finfo(a.dtype).eps ** 0.5 * 10
-        scale = 0.0 if exact else digits * (1 + float(b.nan_to_num(0, 0, 0).abs().max()))
-        if not torch.allclose(a, b, rtol=0.0, atol=scale, equal_nan=True):
-            return False
-    return True
 
 
 def _where(error: Exception) -> str:

@@ -10,7 +10,7 @@ from torch.func import functionalize, grad
 from pbnn.errors import FitError
 from pbnn.infer.adam import Adam, update_
 from pbnn.infer.elbo import culprit
-from pbnn.infer.graph import FlatGraph, compile_graph, disk_cache, trace
+from pbnn.infer.graph import FlatGraph, agree, compile_graph, disk_cache, trace
 from pbnn.infer.objective import Objective
 from pbnn.model import Data, isolated
 
@@ -90,7 +90,7 @@ class FlatStep:
             found, expected = ([v.clone() for v in inputs] for _ in range(2))
             found += compiled(*found)
             expected += self._eager(*expected)
-        if not _agree(found, expected):
+        if not agree(found, expected):
             raise FitError("the compiled step gives other numbers; pass compile=False")
         self._update, self.compiled = compiled, True
 
@@ -148,18 +148,6 @@ class FlatStep:
             # Both draws at once, mapped, so that a model that reads its own values shows itself.
             expected = function(shifted, torch.cat(noise), control, *data)
             found = [graph(shifted, part, control, *data) for part in noise]
-        if not _agree([(a + b) / 2 for a, b in zip(*found, strict=True)], expected):
+        if not agree([(a + b) / 2 for a, b in zip(*found, strict=True)], expected):
             raise FitError("its graph gives other numbers than the model itself")
         return graph
-
-
-def _agree(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
-    """Whether two results are the same up to rounding, against the largest of their values."""
-    for a, b in zip(found, expected, strict=True):
-        if not a.is_floating_point():
-            continue
-        digits = 10 * torch.finfo(a.dtype).eps ** 0.5
-        scale = digits * (1 + float(b.nan_to_num(0, 0, 0).abs().max())) if b.numel() else 0.0
-        if not torch.allclose(a, b, rtol=0.0, atol=scale, equal_nan=True):
-            return False
-    return True

@@ -24,6 +24,7 @@ __all__ = [
     "CudaGraph",
     "FlatGraph",
     "LaneSafe",
+    "agree",
     "compile_graph",
     "disk_cache",
     "trace",
@@ -261,6 +262,20 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         log.setLevel(level)
+
+
+def agree(found: Sequence[Tensor], expected: Sequence[Tensor], *, exact: bool = False) -> bool:
+    """Whether two results are the same up to rounding; what is not floating is not looked at."""
+    for a, b in zip(found, expected, strict=True):
+        if not a.is_floating_point():
+            continue
+        # Terms of either sign may cancel, so rounding is measured against the largest of them.
+        digits = 10 * torch.finfo(a.dtype).eps ** 0.5
+        largest = float(b.nan_to_num(0, 0, 0).abs().max()) if b.numel() else 0.0
+        scale = 0.0 if exact else digits * (1 + largest)
+        if not torch.allclose(a, b, rtol=0.0, atol=scale, equal_nan=True):
+            return False
+    return True
 
 
 def worth_compiling(graph: FlatGraph, draws: int | None) -> tuple[bool, str]:

@@ -21,7 +21,9 @@ from pbnn.model import BoundModel
 
 __all__ = ["FORMAT", "Posterior", "provenance"]
 
-FORMAT = 1
+FORMAT = 2
+# Format 1 has no `per_draw`: all draws share constants and buffers.
+_READ = (1, 2)
 _TENSOR_FIELDS = ("draws", "deterministic", "stats", "constants", "buffers", "history")
 
 
@@ -35,8 +37,10 @@ class Posterior:
         stats: One number per draw, each `(chain, draw)`, under ArviZ's names. Always `lp`, the log
             joint density on the unconstrained space with its Jacobian; guides also `log_q`, the log
             density of the guide at the same point of the same space.
-        constants: Parameters without a prior, by name, shared by all draws.
-        buffers: Module buffers (running statistics), by name, shared by all draws.
+        constants: Parameters without a prior, by name, each `shape`, shared by all draws, or
+            `(chain, draw, *shape)` where `per_draw` names it.
+        buffers: Module buffers (running statistics), by name, likewise.
+        per_draw: Names of the constants and buffers of which each draw has its own.
         method: The road, such as "nuts" or "svi".
         markov: Whether the draws are Markov chains. Draws of a guide are independent: they are one
             chain, and R-hat is not computed on them.
@@ -61,6 +65,11 @@ class Posterior:
     history: Mapping[str, Tensor] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
     mask_seed: int | None = None
+    per_draw: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Keep names as a tuple, whatever they came in."""
+        object.__setattr__(self, "per_draw", tuple(self.per_draw))
 
     @property
     def chains(self) -> int:
@@ -75,6 +84,15 @@ class Posterior:
     def flat(self, start: int = 0, stop: int | None = None) -> dict[str, Tensor]:
         """Return draws `start` to `stop`, chains one after another, each `(draws, *site_shape)`."""
         return {name: v.flatten(0, 1)[start:stop] for name, v in self.draws.items()}
+
+    def state(self, start: int = 0, stop: int | None = None) -> dict[str, Tensor]:
+        """Return the constants and buffers of draws `start` to `stop` that differ between draws.
+
+        Returns:
+            Those that `per_draw` names, chains one after another, each `(draws, *shape)`.
+        """
+        held = {**self.constants, **self.buffers}
+        return {name: held[name].flatten(0, 1)[start:stop] for name in self.per_draw}
 
     def select(
         self, *, chains: Iterable[int] | None = None, draws: slice | None = None
@@ -91,11 +109,17 @@ class Posterior:
         def kept(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return {name: value[rows][:, cut] for name, value in values.items()}
 
+        def kept_own(values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+            own = {name: value for name, value in values.items() if name in self.per_draw}
+            return {**values, **kept(own)} if own else values
+
         return dataclasses.replace(
             self,
             draws=kept(self.draws),
             deterministic=kept(self.deterministic),
             stats=kept(self.stats),
+            constants=kept_own(self.constants),
+            buffers=kept_own(self.buffers),
         )
 
     def save(self, path: str | os.PathLike[str]) -> Path:
@@ -120,6 +144,7 @@ class Posterior:
                 "markov": self.markov,
                 "seconds": self.seconds,
                 "mask_seed": self.mask_seed,
+                "per_draw": self.per_draw,
                 "provenance": dict(self.provenance),
                 "approximation": None if self.approximation is None else approximation,
             }
@@ -154,9 +179,11 @@ class Posterior:
                 raise FileError(f"{path}: damaged (checksum of {damaged}); copy or fit it again")
             record = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
             meta = json.loads(record["json"])
-            if meta.pop("format") != FORMAT:
+            found = meta.pop("format")
+            if found not in _READ:
                 raise FileError(
-                    f"{path}: its format is not {FORMAT}; read it with the pbnn that wrote it"
+                    f"{path}: its format is {found}, and not one of {', '.join(map(str, _READ))}; "
+                    "read it with the pbnn that wrote it"
                 )
             family = meta.pop("approximation")
             tensors = record["approximation"]

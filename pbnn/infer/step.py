@@ -23,10 +23,11 @@ from pbnn.errors import FitError, PbnnWarning
 from pbnn.infer.eager_step import EagerStep, learned
 from pbnn.infer.elbo import Elbo
 from pbnn.infer.flat_step import FlatStep
+from pbnn.infer.graph import FlatGraph
 from pbnn.infer.objective import Divergence, Estimator, Objective
 from pbnn.model import BoundModel, Data
 
-__all__ = ["Divergence", "Estimator", "Step", "make_step"]
+__all__ = ["Divergence", "Estimator", "Step", "compile_where_it_pays", "make_step"]
 
 # Steps from which a trace (0.6 s for a small network) is repaid: Pyro's handlers take 2 ms more.
 _TRACED_FROM = 300
@@ -146,12 +147,37 @@ def make_step(
         raise FitError(
             f"{asked}, but the step cannot be traced ({_first_line(error)}); leave it out"
         ) from error
-    _decide(step, compile, steps)
+    compile_where_it_pays(step, compile, steps)
     return step
 
 
-def _decide(step: FlatStep, compile: bool | None, steps: int | None) -> None:
-    """Compile a step where that is asked for, or saves more time than it takes, by counts alone."""
+class Compilable(Protocol):
+    """A traced step that inductor can compile.
+
+    Attributes:
+        graph: Its graph.
+        rule: Whether it is compiled and why, in words.
+    """
+
+    graph: FlatGraph
+    rule: str
+
+    def compile(self) -> None:
+        """Compile it, or raise FitError."""
+        ...
+
+
+def compile_where_it_pays(step: Compilable, compile: bool | None, steps: int | None) -> None:
+    """Compile a step where that is asked for, or saves more time than it takes, by counts alone.
+
+    Args:
+        step: The step; its `rule` then says what was decided, and why.
+        compile: Whether to compile; None decides by the counts.
+        steps: Steps that will be taken; None is few.
+
+    Raises:
+        FitError: It cannot be compiled as asked.
+    """
     if compile is None:
         calls, values, parts = step.graph.calls, step.graph.values, step.graph.parts
         saved = (steps or 0) * (_CALL * calls + _VALUE * values)

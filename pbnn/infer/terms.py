@@ -29,6 +29,7 @@ class Terms:
 
     Attributes:
         sites: Where each latent site lies in a flat vector of unconstrained values.
+        held: Names of the tensors that `state` returns.
     """
 
     def __init__(self, bound: BoundModel, learned: Sequence[str], *, reads: bool) -> None:
@@ -36,6 +37,8 @@ class Terms:
         self._lane = Lane(bound)
         self.sites = self._lane.sites
         self._learned = set(learned)
+        state = [key for part, key in self._lane.names if part == "state"]
+        self.held = tuple(name for name in state if name not in self._learned)
         self._reads = reads
         self._counted = {s.name for s in bound.sites if s.kind in ("latent", "observed", "factor")}
 
@@ -46,8 +49,7 @@ class Terms:
     def state(self) -> tuple[Tensor, ...]:
         """Return the second part of `data`: buffers, and parameters that are not learned."""
         held = self.bound.constants() | self.bound.buffers()
-        names = (key for part, key in self._lane.names if part == "state")
-        return tuple(held[name] for name in names if name not in self._learned)
+        return tuple(held[name] for name in self.held)
 
     def __call__(
         self,
