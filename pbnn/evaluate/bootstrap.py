@@ -174,5 +174,5 @@ class Median:
             self._sorted[(reached > np.floor(half)).argmax(1)]
             for half in (last / 2, (last + 1) / 2)
         )
-        middle: Array = low + (high - low) / 2
+        middle: Array = low / 2 + high / 2  # halves of infinities may be added
         return middle

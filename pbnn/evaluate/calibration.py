@@ -359,32 +359,38 @@ def pit_samples(samples: ArrayLike, y: ArrayLike) -> Array:
 class CoverageCurve:
     """How far central intervals of all probabilities cover what they say, from PIT values.
 
-    The central interval of probability p holds y where |2 PIT − 1| <= p.
+    The central interval of probability p holds y where |2 PIT − 1| <= p. Outputs of a row share its
+    count.
 
     Args:
-        pit: PIT values `(n,)`; see `pit_samples`.
+        pit: PIT values `(n,)` or `(n, outputs)`, NaN where y is missing; see `pit_samples`.
 
     Raises:
-        DataError: The shape is another, or a value lies outside 0 to 1.
+        DataError: The shape is another, a row has no value, or one lies outside 0 to 1.
     """
 
     def __init__(self, pit: ArrayLike) -> None:
-        values = column(pit, "pit")
-        if not ((values >= 0) & (values <= 1)).all():
-            raise DataError(
-                f"pit lies between {values.min():g} and {values.max():g}; expected 0 to 1"
-            )
+        values = np.asarray(pit, dtype=np.float64)
+        if values.ndim not in (1, 2) or not values.size:
+            raise DataError(f"pit has shape {values.shape}; expected (n,) or (n, outputs)")
+        values = values.reshape(len(values), -1)
+        missing = np.isnan(values)
+        if missing.all(1).any() or not ((values >= 0) & (values <= 1) | missing).all():
+            raise DataError("pit has a row without a value, or values outside 0 to 1")
         self._reach = np.abs(2 * values - 1)
 
     def coverage(self, level: float) -> Array:
-        """Return whether each row lies in its central interval of this probability, `(n,)`."""
-        return (self._reach <= level).astype(np.float64)
+        """Return the share of each row's outputs in their central interval, `(n,)`."""
+        seen = ~np.isnan(self._reach)
+        share: Array = ((self._reach <= level) & seen).sum(1) / seen.sum(1)
+        return share
 
     def error(self, counts: Array | None = None) -> Array:
         """Return the mean over levels 0.05, 0.1, …, 0.95 of |coverage − level|."""
         counts = np.ones((1, len(self._reach))) if counts is None else counts
         levels = np.arange(1, 20) / 20
-        covered = counts @ (self._reach[:, None] <= levels) / counts.sum(1, keepdims=True)
+        inside = np.stack([self.coverage(level) for level in levels], 1)
+        covered = counts @ inside / counts.sum(1, keepdims=True)
         error: Array = np.abs(covered - levels).mean(1)
         return error
 
@@ -393,7 +399,7 @@ def coverage_curve(pit: ArrayLike, levels: ArrayLike | None = None) -> tuple[Arr
     """Return probabilities of central intervals, and the share of rows inside each.
 
     Args:
-        pit: PIT values `(n,)`.
+        pit: PIT values `(n,)` or `(n, outputs)`.
         levels: Probabilities; by default 0, 0.01, …, 1.
 
     Raises:

@@ -1,18 +1,13 @@
 """How far two posteriors are apart in function space, input by input, with bootstrap intervals."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["Distance", "thinned"]
+from pbnn.evaluate.bootstrap import Mean, Median, bootstrap
 
-RESAMPLES = 1000
-LEVEL = 0.95
+__all__ = ["Distance", "thinned"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,14 +77,14 @@ class Distance:
         """
         out: dict[str, float] = {}
         for name in ("epistemic_ratio", "wasserstein"):
-            out |= _with_interval(name, getattr(self, name), np.median, seed)
+            out |= _with_interval(name, getattr(self, name), Median, seed)
         for level in (5, 95):
             quantile = self.epistemic_ratio.quantile(level / 100)
             out[f"epistemic_ratio_{level}"] = float(quantile)
         for name in ("total_variation", "agreement"):
             values = getattr(self, name)
             if values is not None:
-                out |= _with_interval(name, values, np.mean, seed)
+                out |= _with_interval(name, values, Mean, seed)
         return out
 
 
@@ -100,22 +95,9 @@ def thinned(f: Tensor, count: int) -> Tensor:
 
 
 def _with_interval(
-    name: str, values: Tensor, statistic: Callable[[NDArray[np.float64]], Any], seed: int
+    name: str, values: Tensor, statistic: type[Mean] | type[Median], seed: int
 ) -> dict[str, float]:
-    from scipy.stats import bootstrap  # type: ignore[import-untyped]
-
-    data = values.double().cpu().numpy()
-    middle = float(statistic(data))
-    if not np.isfinite(data).all():
-        return {name: middle, f"{name}_low": np.nan, f"{name}_high": np.nan}
-    if len(data) < 2 or np.ptp(data) == 0:
-        return {name: middle, f"{name}_low": middle, f"{name}_high": middle}
-    interval = bootstrap(
-        (data,),
-        statistic,
-        n_resamples=RESAMPLES,
-        confidence_level=LEVEL,
-        method="percentile",
-        random_state=np.random.default_rng(seed),
-    ).confidence_interval
-    return {name: middle, f"{name}_low": float(interval.low), f"{name}_high": float(interval.high)}
+    if values.isnan().any():
+        return dict.fromkeys((name, f"{name}_low", f"{name}_high"), float("nan"))
+    found = bootstrap(statistic(values.cpu()), len(values), seed=seed)
+    return {name: found.value, f"{name}_low": found.low, f"{name}_high": found.high}

@@ -1,0 +1,394 @@
+"""Does the uncertainty rank, point the right way, and carry probability: the criteria of collapse.
+
+A, signal: does the epistemic spread of f tell rows out of distribution from those in it. B,
+direction: is it larger there. C, mass: what it is worth as probability. For any posterior.
+"""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pbnn.errors import DataError, ModelError, PbnnWarning
+from pbnn.evaluate.arrays import Array
+from pbnn.evaluate.bootstrap import Interval, Mean, Median, Statistic, bootstrap, bootstrap_all
+from pbnn.evaluate.convergence import probe_rows
+from pbnn.evaluate.features import FeatureDensity
+from pbnn.evaluate.field import Slope, distance_to_training
+from pbnn.evaluate.linearised import linearised_variance
+from pbnn.evaluate.mass import Mass, mass_of, miscalibrated
+from pbnn.evaluate.ranking import Detection, RankCorrelation, spearman
+from pbnn.evaluate.scores import combined, uncertainty_scores
+from pbnn.evaluate.verdict import ORDER, Verdict, judge
+from pbnn.front_door import bind
+from pbnn.infer.covariance import GaussianCovariance
+from pbnn.infer.posterior import Posterior
+from pbnn.model import Data, Model, indexable, leaves
+from pbnn.prediction import Prediction, predictive
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from pbnn.data import Units
+
+__all__ = ["ID", "OodReport", "check_ood"]
+
+ID = "id"
+"""Name of the rows in distribution, among the sets of inputs."""
+
+# Rows of each set of which the linearised variance is split, at most.
+VARIANCE_ROWS = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class OodReport:
+    """The three criteria for one posterior, and what follows from them.
+
+    Attributes:
+        table: One row for each number, by `criterion` ("A", "B" or "C"), `inputs` ("id", or the
+            name of a set) and `number`; columns `value`, `low` and `high`, its 95% bootstrap
+            interval. Numbers as in `check_ood`.
+        verdicts: What the criteria say of each set out of distribution, by name.
+        scores: Uncertainty scores by set and name, each `(n,)`.
+        distances: Distance of each row to its nearest training row, by set; empty without training
+            rows.
+        effective_rank: (Σλ)² / Σλ² of the covariance of a Gaussian guide; NaN for others.
+        variance: By set the mean linearised variance of f (standardised units): `total`, and its
+            `diagonal` and `cross` parts; None where the posterior is no Gaussian guide's.
+    """
+
+    table: "pd.DataFrame"
+    verdicts: Mapping[str, Verdict]
+    scores: Mapping[str, Mapping[str, Array]]
+    distances: Mapping[str, Array]
+    effective_rank: float
+    variance: "pd.DataFrame | None"
+
+    def interval(self, criterion: str, inputs: str, number: str) -> Interval:
+        """Return one number with its interval.
+
+        Raises:
+            DataError: The table has no such number.
+        """
+        key = (criterion, inputs, number)
+        if key not in self.table.index:
+            raise DataError(f"no number {key}; the table has {self.table.index.tolist()}")
+        return Interval(*(float(self.table[name][key]) for name in ("value", "low", "high")))
+
+    @property
+    def worst(self) -> str:
+        """Name of the set with the worst verdict, the first one among equals."""
+        return min(self.verdicts, key=lambda name: ORDER.index(self.verdicts[name].name))
+
+    @property
+    def verdict(self) -> str:
+        """The worst verdict of all sets: one of `pbnn.evaluate.verdict.ORDER`."""
+        return self.verdicts[self.worst].name
+
+    @property
+    def reason(self) -> str:
+        """The set that it is about, and the numbers that it follows from."""
+        return f"{self.worst}: {self.verdicts[self.worst].reason}"
+
+    @property
+    def next_step(self) -> str:
+        """What to try next."""
+        return self.verdicts[self.worst].next_step
+
+    def __str__(self) -> str:
+        def text(frame: "pd.DataFrame") -> str:
+            return str(frame.to_string(float_format=lambda v: f"{v:.3f}"))
+
+        lines = [f"{self.verdict} ({self.reason}); {self.next_step}"]
+        lines += [
+            f"{name}: {verdict.name} ({verdict.reason})"
+            for name, verdict in self.verdicts.items()
+            if name != self.worst
+        ]
+        if np.isfinite(self.effective_rank):
+            lines.append(f"effective rank of the covariance: {self.effective_rank:.1f}")
+        if self.variance is not None:
+            lines += ["linearised variance of f:", text(self.variance)]
+        return "\n".join([*lines, text(self.table)])
+
+
+def check_ood(
+    model: Model,
+    posterior: Posterior,
+    x: Data,
+    y: Data,
+    ood: Mapping[str, Data],
+    *,
+    x_train: Data = None,
+    scores: Sequence[str] | None = None,
+    layer: str | None = None,
+    replicates: int = 1000,
+    units: "Units | None" = None,
+    seed: int = 0,
+    device: str | torch.device | None = None,
+    progress: bool = False,
+) -> OodReport:
+    """Ask of a posterior whether its uncertainty ranks, points the right way, and carries mass.
+
+    A: for each set, and each of the scores, `auroc_SCORE`, `aupr_SCORE` and `fpr95_SCORE` of the
+    set against the rows in distribution; on these, `spearman_error` of the epistemic spread with
+    the error, beside `spearman_replicated`, the same on data drawn from the predictive itself (it
+    is small for an exact posterior, too, and decides nothing). B: `log_ratio` of the mean square of
+    the epistemic spread to that in distribution, `log_median_ratio` of the medians, and with
+    training rows `slope`: of the spread, in units of its root mean square in distribution, against
+    the distance to the nearest training row, in training scales. C: see `pbnn.evaluate.mass.Mass`.
+
+    Args:
+        model: The model that was fitted.
+        posterior: Its posterior, from any road.
+        x: Held-out rows in distribution.
+        y: Their observations, as the fit took them.
+        ood: Rows out of distribution by name, such as "near" and "far"; each its inputs, or
+            `(inputs, observations)` where these are known.
+        x_train: The training rows, for distances and densities.
+        scores: Names of scores as in `pbnn.evaluate.scores.uncertainty_scores`; "a+b" adds
+            standardised scores up. All that the model has by default, "density" only with x_train.
+        layer: Module whose features the density score is of; None takes x itself.
+        replicates: Bootstrap resamples.
+        units: How y was standardised; C is in the user's units.
+        seed: Seed of predictive samples and resampling.
+        device: Where to run.
+        progress: Whether to show progress bars on stderr.
+
+    Raises:
+        DataError: Data cannot be used as they are, a set is empty, or a score is not there.
+        ModelError: The posterior is not one of this model.
+    """
+    if not ood:
+        raise DataError("no rows out of distribution; expected {name: rows, …}")
+    if ID in ood:
+        raise DataError(f"the set {ID!r} is the rows of x; choose another name")
+    sets = {ID: (x, y), **{name: _pair(given) for name, given in ood.items()}}
+    sets = {name: (indexable(rows), _observations(seen)) for name, (rows, seen) in sets.items()}
+    for name, (rows, _) in sets.items():
+        if not leaves(rows) or len(leaves(rows)[0][1]) == 0:
+            raise DataError(f"the set {name!r} has no rows; expected at least one")
+    if sets[ID][1] is None:
+        raise DataError("y is None; expected the observations of the rows in distribution")
+    x_train = indexable(x_train)
+    place: dict[str, Any] = {"device": device, "progress": progress}
+    masses = {
+        name: mass_of(model, posterior, rows, seen, units=units, seed=seed, **place)
+        for name, (rows, seen) in sets.items()
+    }
+    found = _scores(
+        model,
+        posterior,
+        {name: (rows, masses[name].prediction) for name, (rows, _) in sets.items()},
+        x_train,
+        scores,
+        layer,
+        place,
+    )
+    distances = {}
+    if x_train is not None:
+        distances = {name: distance_to_training(v, x_train) for name, (v, _) in sets.items()}
+    numbers: dict[tuple[str, str, str], Interval] = {}
+    resampling = {"replicates": replicates, "seed": seed}
+    for name in sets:
+        of_set = _numbers(name, found, distances, masses, resampling)
+        numbers |= {(c, name, number): interval for (c, number), interval in of_set.items()}
+    covariance, variance = None, None
+    if posterior.approximation is not None:
+        covariance = GaussianCovariance(posterior.approximation)
+        variance = _variance(
+            model, posterior, covariance, {k: rows for k, (rows, _) in sets.items()}, device
+        )
+    return OodReport(
+        table=_table(numbers),
+        verdicts={name: _verdict(name, numbers, masses) for name in ood},
+        scores=found,
+        distances=distances,
+        effective_rank=float("nan") if covariance is None else covariance.effective_rank(),
+        variance=variance,
+    )
+
+
+def _pair(given: Data) -> tuple[Data, Data]:
+    return given if isinstance(given, tuple) and len(given) == 2 else (given, None)
+
+
+def _observations(y: Data) -> Tensor | None:
+    if y is None:
+        return None
+    if isinstance(y, Mapping):
+        raise DataError(f"y is a dict of sites {list(y)}; expected the values of one observed site")
+    y = indexable(y)
+    return y.detach().cpu() if isinstance(y, Tensor) else torch.as_tensor(np.asarray(y))
+
+
+def _scores(
+    model: Model,
+    posterior: Posterior,
+    sets: Mapping[str, tuple[Data, Prediction | None]],
+    x_train: Data,
+    names: Sequence[str] | None,
+    layer: str | None,
+    place: Mapping[str, Any],
+) -> dict[str, dict[str, Array]]:
+    """Return the scores of each set by name; sums of scores are standardised by training rows."""
+    density = None
+    if x_train is not None and (names is None or any("density" in name for name in names)):
+        density = FeatureDensity(layer).fit(model, posterior, x_train, device=place["device"])
+    all_of = {
+        name: uncertainty_scores(
+            model, posterior, rows, prediction=prediction, density=density, **place
+        )
+        for name, (rows, prediction) in sets.items()
+    }
+    if names is None:
+        return all_of
+    reference = all_of[ID]
+    if x_train is not None and any("+" in name for name in names):
+        reference = uncertainty_scores(model, posterior, x_train, density=density, **place)
+    # The verdict is about the epistemic spread, whatever else is looked at.
+    wanted = dict.fromkeys(["epistemic", *names])
+    return {
+        name: {
+            wish: combined(values, wish.split("+"), reference)
+            if "+" in wish
+            else _named(values, wish)
+            for wish in wanted
+        }
+        for name, values in all_of.items()
+    }
+
+
+def _named(scores: Mapping[str, Array], name: str) -> Array:
+    if name not in scores:
+        hint = "; the density needs x_train" if name == "density" else ""
+        raise DataError(f"no score {name!r}; this model has {list(scores)}{hint}")
+    return scores[name]
+
+
+def _numbers(
+    name: str,
+    scores: Mapping[str, Mapping[str, Array]],
+    distances: Mapping[str, Array],
+    masses: Mapping[str, Mass],
+    resampling: Mapping[str, int],
+) -> dict[tuple[str, str], Interval]:
+    """Return the numbers of one set by criterion and name."""
+    mass = masses[name]
+    spread, at_home = scores[name]["epistemic"], scores[ID]["epistemic"]
+    out: dict[tuple[str, str], Interval] = {}
+    if name == ID:
+        assert mass.error is not None
+        assert mass.replicated is not None
+        spread = spread[mass.rows]
+        correlation = RankCorrelation(spread, mass.error)
+        out["A", "spearman_error"] = bootstrap(correlation, len(spread), **resampling)
+        again = np.array([spearman(spread, error) for error in mass.replicated])
+        ends = np.quantile(again, [0.025, 0.975])
+        out["A", "spearman_replicated"] = Interval(float(again.mean()), *map(float, ends))
+    else:
+        sizes = [len(at_home), len(spread)]
+        outside = np.repeat([0.0, 1.0], sizes)
+        signal: dict[str, Statistic] = {}
+        for score, values in scores[name].items():
+            detection = Detection(np.concatenate([scores[ID][score], values]), outside)
+            signal[f"auroc_{score}"] = detection.auroc
+            signal[f"aupr_{score}"] = detection.average_precision
+            signal[f"fpr95_{score}"] = detection.fpr
+        direction: dict[str, Statistic] = {
+            "log_ratio": _LogRatio(Mean(at_home**2), Mean(spread**2), sizes[0]),
+            "log_median_ratio": _LogRatio(Median(at_home), Median(spread), sizes[0]),
+        }
+        if distances:
+            unit = np.sqrt(np.square(at_home).mean()) or 1.0
+            away = np.concatenate([distances[ID], distances[name]])
+            direction["slope"] = Slope(away, np.concatenate([at_home, spread]) / unit)
+        for criterion, statistics in (("A", signal), ("B", direction)):
+            intervals = bootstrap_all(statistics, sizes, **resampling)
+            out |= {(criterion, number): value for number, value in intervals.items()}
+    intervals = bootstrap_all(mass.statistics, len(mass.rows), **resampling)
+    out |= {("C", number): value for number, value in intervals.items()}
+    out |= {("C", f"{number}_replicated"): value for number, value in mass.floor.items()}
+    return out
+
+
+class _LogRatio:
+    """The log of one sample's number over that of another; 0 where both are 0."""
+
+    def __init__(self, below: Statistic, above: Statistic, cut: int) -> None:
+        self._below, self._above, self._cut = below, above, cut
+
+    def __call__(self, counts: Array) -> Array:
+        below, above = self._below(counts[:, : self._cut]), self._above(counts[:, self._cut :])
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio = np.log(above) - np.log(below)
+        return np.where((below == 0) & (above == 0), 0.0, ratio)
+
+
+def _verdict(
+    name: str,
+    numbers: Mapping[tuple[str, str, str], Interval],
+    masses: Mapping[str, Mass],
+) -> Verdict:
+    """Return the verdict on one set; what is bad about C in distribution counts for each."""
+    bad = None
+    for where in (ID, name):
+        scores = {k[2]: value for k, value in numbers.items() if k[:2] == ("C", where)}
+        found = miscalibrated(scores, masses[where].floor, away=where != ID)
+        if bad is None and found is not None:
+            bad = f"{found} on {where!r}"
+    signal = numbers["A", name, "auroc_epistemic"]
+    return judge(signal, numbers["B", name, "log_ratio"], bad)
+
+
+def _table(numbers: Mapping[tuple[str, str, str], Interval]) -> "pd.DataFrame":
+    import pandas as pd
+
+    index = pd.MultiIndex.from_tuples(list(numbers), names=["criterion", "inputs", "number"])
+    rows = [(v.value, v.low, v.high) for v in numbers.values()]
+    frame = pd.DataFrame(rows, index=index, columns=["value", "low", "high"])
+    return frame.sort_index(level="criterion", sort_remaining=False, kind="stable")
+
+
+def _variance(
+    model: Model,
+    posterior: Posterior,
+    covariance: GaussianCovariance,
+    sets: Mapping[str, Data],
+    device: str | torch.device | None,
+) -> "pd.DataFrame | None":
+    """Return the mean linearised variance of each set, and where it comes from."""
+    import pandas as pd
+
+    first = posterior.select(chains=[0], draws=slice(0, 1))
+    rows = {}
+    for name, x in sets.items():
+        some = probe_rows(x, VARIANCE_ROWS)
+        # Nothing of y acts on f; the front door wants some that the model could have given.
+        y = {k: v[0, 0] for k, v in predictive(model, first, some, device=device).items()}
+        y.pop("f")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PbnnWarning)
+            bound = bind(
+                model,
+                some,
+                next(iter(y.values())),
+                device=device,
+                dtype=next(iter(posterior.draws.values())).dtype,
+                constants=posterior.constants,
+                buffers=posterior.buffers,
+            )
+        try:
+            total, diagonal = linearised_variance(bound, covariance)
+        except ModelError:
+            return None
+        rows[name] = {
+            "total": float(total.mean()),
+            "diagonal": float(diagonal.mean()),
+            "cross": float((total - diagonal).mean()),
+        }
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("inputs")
