@@ -7,6 +7,8 @@ test_closed_form_svi.
 import warnings
 from itertools import pairwise
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from model_cases import Linear, Toy, linear_data
@@ -14,7 +16,10 @@ from pyro.infer.autoguide import AutoLowRankMultivariateNormal, AutoMultivariate
 
 from pbnn import fit_svi
 from pbnn.errors import ConvergenceWarning, FitError
+from pbnn.front_door import bind
+from pbnn.infer.elbo import culprit
 from pbnn.infer.guides import dense_moments
+from pbnn.model import isolated
 
 QUIET = {"progress": False, "early_stopping": False}
 
@@ -70,6 +75,21 @@ def test_pyros_own_low_rank_guide_ends_in_no_cholesky_traceback(toy):  # fault 1
     options = {"guide": AutoLowRankMultivariateNormal, "init_scale": 10.0, "rank": 5}
     found = end(toy, steps=300, lr=0.05, **options)
     assert found == "steps" or found.startswith("the ELBO was not finite at step")
+
+
+def test_a_guide_whose_own_factor_breaks_names_the_site_that_it_was_to_draw(toy):  # fault 13
+    model, data = Toy(), bind(Toy(), *toy)
+
+    def half(x, y=None):
+        pyro.sample("fc1.weight", dist.Normal(torch.zeros(5, 2), 1.0).to_event(2))
+        torch.linalg.cholesky(-torch.eye(2))
+
+    with isolated(0):
+        packed = AutoLowRankMultivariateNormal(model)
+        packed(*toy)
+        packed.cov_factor.data.fill_(torch.nan)
+        for guide, site in ((half, "fc1.bias"), (packed, "fc1.weight")):
+            assert culprit(data, guide).startswith(f" (guide at site '{site}': linalg.cholesky: ")
 
 
 def test_a_diagonal_of_1e_minus_12_in_float32(toy):  # fault 13

@@ -121,20 +121,24 @@ class Elbo:
 
 def culprit(bound: BoundModel, guide: AutoGuide) -> str:
     """Name the first site whose draw or log density is not finite, in words for a message."""
+    latent = [site.name for site in bound.sites if site.kind == "latent"]
+    scored = [site.name for site in bound.sites if site.kind in ("latent", "observed", "factor")]
+    who, expected, tracer = "guide", latent, poutine.trace(guide)
     with torch.no_grad():
         try:
-            guide_trace = poutine.trace(guide).get_trace(bound.x, bound.y)
-            replayed = poutine.replay(bound.model, trace=guide_trace)
-            trace = run(replayed, {}, bound.x, bound.y, fill=bound.fill)
+            drawn = tracer.get_trace(bound.x, bound.y)
+            who, expected = "model", scored
+            tracer = poutine.trace(poutine.replay(bound.model, trace=drawn))
+            trace = run(tracer, {}, bound.x, bound.y, fill=bound.fill)
             trace.compute_log_prob()
         except (RuntimeError, ValueError) as error:
-            return f" ({str(error).splitlines()[0]})"
-    for site in bound.sites:
-        node = trace.nodes.get(site.name, {})
-        if site.kind in ("latent", "observed", "factor") and not (
-            bool(node["value"].isfinite().all()) and bool(node["log_prob_sum"].isfinite())
-        ):
-            return f" (site {site.name!r})"
+            reached = tracer.trace.nodes
+            site = next((name for name in expected if name not in reached), expected[-1])
+            return f" ({who} at site {site!r}: {str(error).splitlines()[0]})"
+    for name in scored:
+        node = trace.nodes.get(name, {})
+        if not (bool(node["value"].isfinite().all()) and bool(node["log_prob_sum"].isfinite())):
+            return f" (site {name!r})"
     return ""
 
 
