@@ -28,6 +28,9 @@ __all__ = ["Reader", "Runner", "is_loader", "rows_of"]
 Reader = Callable[[poutine.Trace], dict[str, Tensor]]
 """Takes from the model's trace at one draw what is wanted, rows first."""
 
+_STATE = "state "
+"""Marks the constants and buffers of a draw among its sites."""
+
 BLOCK_ROWS = 512
 # Values held over all draws of a block of rows, for each number that is read: 32 MB of float64.
 HELD_VALUES = 2**22
@@ -87,8 +90,8 @@ class Runner:
             y,
             device=device,
             dtype=self._dtype,
-            constants=posterior.constants,
-            buffers=posterior.buffers,
+            constants=posterior.first(posterior.constants),
+            buffers=posterior.first(posterior.buffers),
         )
         self.device = leaves(self.x)[0][1].device
         trace, self.width = self._widest()
@@ -228,18 +231,21 @@ class Runner:
         """Yield what `read` takes from the model's trace, for one block of draws after another."""
         if read not in self._maps:
 
-            def one(values: dict[str, Tensor], x: Data, y: Data) -> dict[str, Tensor]:
+            def one(held: dict[str, Tensor], x: Data, y: Data) -> dict[str, Tensor]:
+                values = {name: held[name] for name in self.posterior.draws}
+                state = {name: held[_STATE + name] for name in self.posterior.per_draw}
                 # Pyro's own checks read values, which cannot be mapped.
                 with pyro.validation_enabled(False), MappableSamples():
-                    return read(run(self.model, values, x, y, fill=self.fill))
+                    return read(run(self.model, values, x, y, fill=self.fill, state=state))
 
             self._maps[read] = DrawMap(one)
 
         def block(start: int, stop: int) -> dict[str, Tensor]:
-            flat = self.posterior.flat(start, stop)
+            state = self.posterior.state(start, stop).items()
+            flat = {**self.posterior.flat(start, stop), **{_STATE + k: v for k, v in state}}
             return {name: value.to(self.device) for name, value in flat.items()}
 
-        held = sum(value[0, 0].numel() for value in self.posterior.draws.values())
+        held = sum(value[0].numel() for value in block(0, 1).values())
         size = mapping.BLOCK_VALUES // ((rows.stop - rows.start) * self.width + held)
         x, y = take(self.x, rows), take(self.y, rows)
         yield from self._maps[read].blocks(block, self.draws, max(1, size), x, y)
