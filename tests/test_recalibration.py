@@ -34,7 +34,6 @@ def test_a_known_temperature_is_found():  # fault 34
 def test_a_mixture_is_tempered_as_the_averaged_probability():  # fault 34
     """Two draws that disagree: of their mean (½, ½), any temperature makes (½, ½)."""
     draws = np.array([[[0.99, 0.01]], [[0.01, 0.99]]]).repeat(40, axis=1)
-    y = np.arange(40) % 4 == 0
     for shape in (draws, draws[:, None]):
         mean = TemperatureScaling()
         mean.temperature_ = 5.0
@@ -49,10 +48,12 @@ def test_a_mixture_is_tempered_as_the_averaged_probability():  # fault 34
     both = 0.7**0.5 / (0.7**0.5 + 0.3**0.5)
     mean.temperature_ = 2.0
     np.testing.assert_allclose(mean.transform(sided)[:, 0], both)
-    # Three of four rows of class 0: (0.7, 0.3) must become (0.75, 0.25), 0.7^b / 0.3^b = 3.
-    expected = np.log(0.7 / 0.3) / np.log(3)
-    assert mean.fit(sided, y).temperature_ == pytest.approx(expected, rel=1e-4)
-    assert each.fit(sided, y).temperature_ < expected  # the draw of ½ cannot move
+    # 26 of 40 rows are of class 0: the mean must become 0.65, for which b with 0.7^b / 0.3^b =
+    # 0.65 / 0.35; or the first draw 0.8 beside the other's ½, for which 9^b = 4.
+    y = np.arange(40) >= 26
+    mean.fit(sided, y)
+    assert mean.temperature_ == pytest.approx(np.log(7 / 3) / np.log(0.65 / 0.35), rel=1e-4)
+    assert each.fit(sided, y).temperature_ == pytest.approx(np.log(9) / np.log(4), rel=1e-4)
 
 
 def test_a_probability_of_zero_does_not_decide_alone():
