@@ -2,14 +2,29 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
+from scipy.integrate import quad
+from scipy.stats import norm
+from sklearn.metrics import brier_score_loss, log_loss
 
 from pbnn.errors import DataError
 from pbnn.evaluate.calibration import (
+    CalibrationError,
+    CoverageCurve,
+    brier_score,
+    coverage_curve,
+    crps_normal_mixture,
+    crps_samples,
     expected_calibration_error,
     interval_coverage,
+    interval_score,
     log_predictive_density,
+    negative_log_likelihood,
+    pit_normal_mixture,
+    pit_samples,
+    sharpness,
 )
 
 
@@ -85,3 +100,186 @@ def test_calibration_error_of_other_shapes(shape, rows):
         DataError, match=r"expected \(n, classes\) and \(n,\) with at least one row"
     ):
         expected_calibration_error(torch.full(shape, 0.5), torch.zeros(rows, dtype=torch.int64))
+
+
+def test_bins_are_half_open_and_no_row_vanishes():
+    """Confidences on every edge: each in the bin that it opens, 1 in the last one."""
+    edges = torch.arange(11).double() / 10
+    probabilities = torch.stack([edges, 1 - edges], 1)[6:]
+    y = torch.ones(5, dtype=torch.int64)
+    # Each edge alone in its bin, but 0.9 and 1.0 together: all wrong.
+    assert expected_calibration_error(probabilities, y) == pytest.approx(0.8)
+    right = torch.tensor([0, 1, 1, 0, 1])  # 0.6, 0.9: what shares a bin cancels
+    expected = (0.4 + 0.7 + 0.8 + abs(1 - 0.9 - 1.0)) / 5
+    assert expected_calibration_error(probabilities, right) == pytest.approx(expected)
+    # 0.29 is below 29 / 100 after a product with 100, but not beside the edge itself.
+    on_edge = np.array([[0.29, 0.71], [0.29, 0.71]])
+    error = CalibrationError(on_edge, [0, 1], bins=100, classwise=True)
+    assert error._bin.tolist() == [[29, 29], [71, 71]]
+
+
+def test_bins_of_equal_mass_hold_as_many_rows():
+    generator = np.random.default_rng(0)
+    confidence = 0.5 + 0.5 * generator.random(1_000) ** 3
+    p = np.stack([confidence, 1 - confidence], 1)
+    error = CalibrationError(p, np.zeros(1_000), binning="mass")
+    assert np.bincount(error._bin[0]).tolist() == [100] * 10
+    # By hand: two bins of two rows, each row 0.1 or 0.3 off, once above and once below.
+    p = np.array([[0.6, 0.4], [0.7, 0.3], [0.8, 0.2], [0.9, 0.1]])
+    mass = expected_calibration_error(p, [0, 1, 0, 0], bins=2, binning="mass")
+    assert mass == pytest.approx((abs(1 - 1.3) + abs(2 - 1.7)) / 4)
+
+
+@pytest.mark.parametrize("binning", ["width", "mass"])
+def test_confidence_of_exactly_1_in_all_rows(binning):  # fault 35
+    p = np.eye(2)[np.zeros(10, dtype=int)]
+    y = [0] * 7 + [1] * 3
+    assert expected_calibration_error(p, y, binning=binning) == pytest.approx(0.3)
+    assert expected_calibration_error(p, y, binning=binning, classwise=True) == pytest.approx(0.3)
+
+
+def test_classwise_error_by_hand():
+    """One bin: |frequency − mean probability| of each class, averaged."""
+    p = np.array([[0.5, 0.3, 0.2], [0.7, 0.2, 0.1]])
+    expected = (abs(0.5 - 0.6) + abs(0.5 - 0.25) + abs(0 - 0.15)) / 3
+    found = expected_calibration_error(p, [0, 1], bins=1, classwise=True)
+    assert found == pytest.approx(expected)
+
+
+def test_scores_of_classes_are_those_of_scikit_learn():
+    generator = np.random.default_rng(0)
+    p = generator.dirichlet([1.0, 2.0, 0.5], size=200)
+    y = generator.integers(3, size=200)
+    assert negative_log_likelihood(p, y).mean() == pytest.approx(log_loss(y, p))
+    two = np.stack([1 - p[:, 0], p[:, 0]], 1)
+    one = brier_score_loss(y == 0, p[:, 0])
+    assert brier_score(two, y == 0).mean() == pytest.approx(2 * one)
+    np.testing.assert_allclose(brier_score([[0.2, 0.3, 0.5]], [2]), 0.04 + 0.09 + 0.25)
+    assert negative_log_likelihood([[1.0, 0.0]], [1]).tolist() == [math.inf]
+
+
+@pytest.mark.parametrize(
+    ("p", "y", "message"),
+    [
+        ([[0.5, 0.5]], [2], "expected classes from 0 to 1"),
+        ([[0.5, 0.5]], [0.5], "expected classes from 0 to 1"),
+        ([[0.5, 0.5]], [math.nan], "expected classes from 0 to 1"),
+        ([[2.0, -1.0]], [0], "pass probabilities, not logits"),
+        ([[math.nan, 1.0]], [0], "pass probabilities, not logits"),
+        ([[3.0, 1.0]], [0], "pass probabilities, not logits"),
+    ],
+)
+def test_what_is_no_probability_or_class(p, y, message):
+    for score in (negative_log_likelihood, brier_score, expected_calibration_error):
+        with pytest.raises(DataError, match=message):
+            score(p, y)
+
+
+def test_bins_that_are_none():
+    with pytest.raises(DataError, match="bins 0"):
+        expected_calibration_error([[0.5, 0.5]], [0], bins=0)
+    with pytest.raises(DataError, match="'width' or 'mass'"):
+        expected_calibration_error([[0.5, 0.5]], [0], binning="equal")
+
+
+def crps_by_quadrature(cdf, y, low, high):
+    below = quad(lambda z: cdf(z) ** 2, low, y, limit=200)[0]
+    return below + quad(lambda z: (1 - cdf(z)) ** 2, y, high, limit=200)[0]
+
+
+def test_crps_of_a_normal_is_its_closed_form():
+    """σ (z (2Φ(z) − 1) + 2φ(z) − 1/√π) (Gneiting & Raftery 2007, eq. 22)."""
+    y = np.array([-1.0, 0.3, 4.0])
+    z = (y - 0.5) / 2
+    expected = 2 * (z * (2 * norm.cdf(z) - 1) + 2 * norm.pdf(z) - np.pi**-0.5)
+    np.testing.assert_allclose(crps_normal_mixture(np.full((1, 3), 0.5), [[2.0]], y), expected)
+    # A mixture of equal components is one of them.
+    np.testing.assert_allclose(crps_normal_mixture(np.full((4, 3), 0.5), [[2.0]] * 4, y), expected)
+
+
+def test_crps_of_a_mixture_is_its_integral():
+    mean, scale = np.array([[-1.0], [0.5], [2.0]]), np.array([[0.3], [1.0], [0.7]])
+    for y in (-2.0, 0.4, 3.0):
+        expected = crps_by_quadrature(lambda z: norm.cdf(z, mean, scale).mean(), y, -9.0, 9.0)
+        assert crps_normal_mixture(mean, scale, [y])[0] == pytest.approx(expected, abs=1e-7)
+
+
+def test_crps_of_point_masses_is_that_of_samples():
+    generator = np.random.default_rng(0)
+    x, y = generator.normal(size=(30, 4)), generator.normal(size=4)
+    found = crps_samples(x, y)
+    np.testing.assert_allclose(crps_normal_mixture(x, np.zeros((30, 1)), y), found)
+    pairs = np.abs(x[:, None] - x).mean((0, 1))
+    np.testing.assert_allclose(found, np.abs(x - y).mean(0) - pairs / 2)
+    fair = crps_samples(x, y, fair=True)
+    np.testing.assert_allclose(fair, np.abs(x - y).mean(0) - pairs / 2 * 30 / 29)
+    # One sample: the absolute error.
+    np.testing.assert_allclose(crps_samples(x[:1], y), np.abs(x[0] - y))
+    with pytest.raises(DataError, match="at least 2 draws"):
+        crps_samples(x[:1], y, fair=True)
+
+
+def test_blocks_of_pairs_do_not_change_crps(monkeypatch):
+    generator = np.random.default_rng(0)
+    case = generator.normal(size=(25, 3)), generator.random((25, 3)), generator.normal(size=3)
+    whole = crps_normal_mixture(*case)
+    monkeypatch.setattr("pbnn.evaluate.calibration._BLOCK_VALUES", 4 * 25)
+    np.testing.assert_allclose(crps_normal_mixture(*case), whole)
+
+
+def test_interval_score_by_hand():
+    lower, upper, y = [0.0, 0.0, 0.0], [2.0, 2.0, 2.0], [1.0, -0.5, 4.0]
+    # α = 0.1: the width, and 20 times what y lies outside.
+    np.testing.assert_allclose(interval_score(lower, upper, y, level=0.9), [2.0, 12.0, 42.0])
+    assert sharpness(lower, upper).tolist() == [2.0, 2.0, 2.0]
+    with pytest.raises(DataError, match="level 90"):
+        interval_score(lower, upper, y, level=90)
+
+
+def test_pit_by_hand_and_of_mixtures():
+    x = np.array([[0.0, 0.0], [1.0, 0.0], [2.0, 1.0], [3.0, 1.0]])
+    assert pit_samples(x, [1.5, 0.0]).tolist() == [0.5, 0.25]  # ties half
+    assert pit_normal_mixture(x, np.zeros((4, 1)), [1.5, 0.0]).tolist() == [0.5, 0.25]
+    found = pit_normal_mixture([[0.0], [2.0]], [[1.0], [3.0]], [1.0])
+    assert found[0] == pytest.approx((norm.cdf(1.0) + norm.cdf(-1 / 3)) / 2)
+
+
+def test_coverage_of_all_levels():
+    """PIT 0.5 lies in every central interval, 0.05 in those of probability 0.9 and more."""
+    pit = np.array([0.5, 0.05, 0.95, 0.25])
+    levels, coverage = coverage_curve(pit, [0.0, 0.5, 0.89, 0.91])
+    assert levels.tolist() == [0.0, 0.5, 0.89, 0.91]
+    assert coverage.tolist() == [0.25, 0.5, 0.5, 1.0]
+    uniform = (np.arange(4_000) + 0.5) / 4_000
+    assert CoverageCurve(uniform).error()[0] < 1e-3
+    narrow = np.r_[np.zeros(10), np.ones(10)]  # no interval covers
+    assert CoverageCurve(narrow).error()[0] == pytest.approx(0.5)
+    twice = np.stack([pit, np.full(4, np.nan)], 1)
+    np.testing.assert_allclose(CoverageCurve(twice).error(), CoverageCurve(pit).error())
+    counts = np.array([[2.0, 1.0, 0.0, 1.0]])
+    expected = CoverageCurve(pit[[0, 0, 1, 3]]).error()
+    np.testing.assert_allclose(CoverageCurve(pit).error(counts), expected)
+    with pytest.raises(DataError, match="outside 0 to 1"):
+        CoverageCurve([1.5])
+    with pytest.raises(DataError, match="a row without a value"):
+        CoverageCurve([0.5, np.nan])
+
+
+def test_resampled_calibration_error_is_that_of_the_rows():
+    generator = np.random.default_rng(0)
+    p, y = generator.dirichlet([1.0, 2.0], size=100), generator.integers(2, size=100)
+    rows = generator.integers(100, size=100)
+    counts = np.bincount(rows, minlength=100).astype(float)[None]
+    for options in ({}, {"classwise": True}):
+        found = CalibrationError(p, y, **options)(counts)
+        expected = expected_calibration_error(p[rows], y[rows], **options)
+        assert found[0] == pytest.approx(expected)
+
+
+def test_shapes_of_draws():
+    with pytest.raises(DataError, match=r"draws have shape \(3, 2\) and y \(3,\)"):
+        crps_samples(np.zeros((3, 2)), np.zeros(3))
+    with pytest.raises(DataError, match="draws are NaN in row 1"):
+        pit_samples([[0.0, np.nan]], [0.0, 0.0])
+    with pytest.raises(DataError, match="no value below 0"):
+        crps_normal_mixture([[0.0]], [[-1.0]], [0.0])
