@@ -53,6 +53,7 @@ class Fake:
     markov: bool = True
     seconds: float = 1.5
     provenance: dict = field(default_factory=lambda: {"seed": 3, "versions": {"numpy": "2"}})
+    warmup: "Fake | None" = None
 
     def select(self, *, draws=None):
         kept = {

@@ -18,6 +18,7 @@ from pbnn.infer.density import Density
 from pbnn.infer.lanes import STATS, Rule
 from pbnn.infer.options import Options
 from pbnn.infer.starts import find_starts
+from pbnn.inference_data import groups
 
 
 def fit(model, x, y, **options):
@@ -64,6 +65,29 @@ def test_the_posterior_holds_what_a_nuts_fit_knows(toy):
     assert not record["compiled"]
     assert record["compile_rule"] == "as asked"
     assert max(record["leapfrogs"]) <= record["calls"]
+
+
+def test_the_warmup_is_kept_on_request(toy, tmp_path):
+    model, x, y = toy
+    options = {"chains": 2, "warmup": 12, "draws": 4, "max_tree_depth": 3}
+    plain = fit(model, x, y, **options)
+    posterior = fit(model, x, y, keep_warmup=True, checkpoint=tmp_path / "run", **options)
+    assert plain.warmup is None
+    assert torch.equal(posterior.draws["sigma"], plain.draws["sigma"])
+    before = posterior.warmup
+    assert (before.chains, before.draws_per_chain) == (2, 12)
+    assert before.draws["fc1.weight"].shape == (2, 12, 5, 2)
+    assert len(before.stats["step_size"][0].unique()) > 1  # it is being adapted
+    density = Density(bind(model, x, y), chains=2, compile=False)
+    with torch.no_grad():
+        z = density.unconstrain(before.draws)
+        lp = torch.stack([density.value_and_grad(z[:, k])[0] for k in range(12)], 1)
+    torch.testing.assert_close(lp, before.stats["lp"], rtol=1e-4, atol=1e-3)
+    loaded = pbnn.Posterior.load(posterior.save(tmp_path / "a.pt"))
+    assert torch.equal(loaded.warmup.draws["sigma"], before.draws["sigma"])
+    assert loaded.select(chains=[1]).warmup.chains == 1
+    exported = pbnn.to_inference_data(loaded)
+    assert {"warmup_posterior", "warmup_sample_stats"} <= set(groups(exported))
 
 
 def test_lp_is_the_log_joint_on_the_unconstrained_space(toy):  # fault 26

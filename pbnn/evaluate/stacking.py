@@ -126,16 +126,19 @@ def _in_proportion(posterior: Posterior, weights: Tensor) -> Posterior:
     available = posterior.draws_per_chain
     total = min(int(available / float(weights.max())), available * posterior.chains)
     counts = [min(available, round(float(w) * total)) for w in weights]
-    chain = torch.cat([torch.full((n,), k) for k, n in enumerate(counts)])
-    draw = torch.cat([torch.linspace(0, available - 1, n).round().long() for n in counts])
+    parts = [
+        posterior.select(chains=[k], draws=torch.linspace(0, available - 1, n).round().long())
+        for k, n in enumerate(counts)
+    ]
 
-    def kept(values: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: value[chain, draw][None] for name, value in values.items()}
+    def joined(field: str) -> dict[str, Tensor]:
+        held = [getattr(part, field) for part in parts]
+        own = held[0] if field in ("draws", "deterministic", "stats") else posterior.per_draw
+        return {
+            name: torch.cat([part[name] for part in held], 1) if name in own else value
+            for name, value in held[0].items()
+        }
 
-    return dataclasses.replace(
-        posterior,
-        draws=kept(dict(posterior.draws)),
-        deterministic=kept(dict(posterior.deterministic)),
-        stats=kept(dict(posterior.stats)),
-        markov=False,
-    )
+    fields = ("draws", "deterministic", "stats", "constants", "buffers")
+    together = {field: joined(field) for field in fields}
+    return dataclasses.replace(posterior, **together, markov=False, warmup=None)  # type: ignore[arg-type]

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pbnn.errors import FileError
@@ -22,27 +24,46 @@ _STATE = "state.pt"
 
 
 class Store:
-    """Kept draws `(chain, draw, dim)` and their statistics `(chain, draw, len(STATS))`, on the CPU.
+    """Draws `(chain, draw, dim)` and their statistics `(chain, draw, len(STATS))`, on the CPU.
 
     Args:
         chains: Number of chains.
-        draws: Kept draws of each chain.
+        draws: Draws of each chain.
         dim: Length of a draw.
         dtype: Floating type.
         folder: Folder of the mapped files; None keeps the draws in memory.
+        prefix: What the files' names begin with.
     """
 
     def __init__(
-        self, chains: int, draws: int, dim: int, dtype: torch.dtype, folder: Path | None = None
+        self,
+        chains: int,
+        draws: int,
+        dim: int,
+        dtype: torch.dtype,
+        folder: Path | None = None,
+        prefix: str = "",
     ) -> None:
         shapes = {"draws": (chains, draws, dim), "stats": (chains, draws, len(STATS))}
-        self._arrays = {
-            name: torch.zeros(shape, dtype=dtype)
+        self.draws, self.stats = (
+            torch.zeros(shape, dtype=dtype)
             if folder is None
-            else _mapped(folder / f"{name}.bin", shape, dtype)
+            else _mapped(folder / f"{prefix}{name}.bin", shape, dtype)
             for name, shape in shapes.items()
-        }
-        self.draws, self.stats = self._arrays["draws"], self._arrays["stats"]
+        )
+
+    def put(self, kept: NDArray[np.bool_], place: NDArray[np.int64], z: Tensor, s: Tensor) -> None:
+        """Write some of the new transitions to their places.
+
+        Args:
+            kept: Which of them, `(chain, slot)`.
+            place: Draw that each becomes, `(chain, slot)`.
+            z: Their draws, `(chain, slot, dim)`.
+            s: Their statistics, `(chain, slot, len(STATS))`.
+        """
+        lane, slot = np.nonzero(kept)
+        self.draws[lane, place[kept]] = z[lane, slot]
+        self.stats[lane, place[kept]] = s[lane, slot]
 
 
 def _mapped(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -97,6 +97,8 @@ class Engine:
         )
         self.mass = MassEstimate(chains, dim, dense=options.dense_mass, pool=options.pool_mass)
         self.store = Store(chains, options.draws, dim, lanes.z.dtype, folder)
+        count = options.warmup if options.keep_warmup else 0
+        self.warmup = Store(chains, count, dim, lanes.z.dtype, folder, "warmup_")
         self.lengths = np.zeros((chains, options.transitions), dtype=np.int32)
         self.done = np.zeros(chains, dtype=np.int64)
         self.divergences = np.zeros((chains, 2), dtype=np.int64)
@@ -187,10 +189,9 @@ class Engine:
         self._learn(z, new, iteration)
         after = iteration - self.options.warmup + 1
         kept = new & (after > 0) & (after % self.options.thin == 0)
-        lane, slot = np.nonzero(kept)
-        place = after[kept] // self.options.thin - 1
-        self.store.draws[lane, place] = z[lane, slot]
-        self.store.stats[lane, place] = stats[lane, slot]
+        self.store.put(kept, after // self.options.thin - 1, z, stats)
+        if self.options.keep_warmup:
+            self.warmup.put(new & warm, iteration, z, stats)
         # Last, so that an interrupt before it leaves a state that counts whole draws only.
         self.done = self.done + count
 

@@ -53,6 +53,7 @@ def fit_nuts(
     path_length: float = torch.pi / 2,
     checkpoint: str | os.PathLike[str] | None = None,
     resume: bool = False,
+    keep_warmup: bool = False,
     progress: bool = True,
 ) -> Posterior:
     """Draw from the posterior by NUTS (Hoffman & Gelman 2014; Betancourt 2017).
@@ -84,6 +85,7 @@ def fit_nuts(
         path_length: Mean length of a trajectory of HMC, in units of the posterior's scale.
         checkpoint: Folder of the draws and the state from which a killed run goes on.
         resume: Go on from the checkpoint, if there is one.
+        keep_warmup: Whether `Posterior.warmup` holds every transition of the warm-up.
         progress: Whether to show a progress bar on stderr.
 
     Returns:
@@ -105,6 +107,7 @@ def fit_nuts(
         target_accept=target_accept,
         dense_mass=dense_mass,
         pool_mass=pool_mass,
+        keep_warmup=keep_warmup,
         seed=seed,
         rule=Rule(algorithm, max_tree_depth, path_length),
     )
@@ -128,11 +131,12 @@ def fit_nuts(
         if result.interrupted:
             _tell_interrupted(result, draws)
         sites, deterministic = _named(density, result.draws)
+        before = _named(density, result.warmup_draws) if keep_warmup and warmup else None
     for message in verdict(result.stats, options):
         warnings.warn(message, ConvergenceWarning, stacklevel=2)
     settings = {**options.plain(), "chains": chains, "init": _word(init), "compile": compile}
     del settings["seed"]
-    return Posterior(
+    posterior = Posterior(
         draws=sites,
         deterministic=deterministic,
         stats=result.stats,
@@ -148,6 +152,7 @@ def fit_nuts(
             "compile_rule": reason,
         },
     )
+    return posterior.with_warmup(*before, result.warmup_stats) if before else posterior
 
 
 def _whether_to_compile(

@@ -36,13 +36,14 @@ class Options:
     """How to sample.
 
     Attributes:
-        warmup: Transitions of the warm-up, which are not kept.
+        warmup: Transitions of the warm-up.
         draws: Kept draws of each chain.
         thin: Transitions for each kept draw.
         target_accept: Acceptance statistic that the warm-up aims at.
         dense_mass: Whether the mass matrix is dense.
         pool_mass: Whether chains share their estimate of it.
         step_size: Step size to begin with; None searches for one. Without warm-up it stays.
+        keep_warmup: Whether the transitions of the warm-up are kept, apart from the draws.
         seed: Seed of the run.
         rule: What makes a trajectory.
     """
@@ -54,6 +55,7 @@ class Options:
     dense_mass: bool = False
     pool_mass: bool = False
     step_size: float | None = None
+    keep_warmup: bool = False
     seed: int = 0
     rule: Rule = field(default_factory=Rule)
 

@@ -24,7 +24,8 @@ __all__ = ["FORMAT", "Posterior", "provenance"]
 FORMAT = 2
 # Format 1 has no `per_draw`: all draws share constants and buffers.
 _READ = (1, 2)
-_TENSOR_FIELDS = ("draws", "deterministic", "stats", "constants", "buffers", "history")
+_BY_DRAW = ("draws", "deterministic", "stats")
+_TENSOR_FIELDS = (*_BY_DRAW, "constants", "buffers", "history")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,8 @@ class Posterior:
             `expected_log_likelihood` and `kl`, one value a step.
         provenance: Options, seed, versions, device, dtype and notes of the fit; plain JSON values.
         mask_seed: Seed of the dropout masks, for MC dropout.
+        warmup: What the chains went through before their draws, where the fit kept it: a posterior
+            like this one but for draws, deterministic sites and statistics.
     """
 
     draws: Mapping[str, Tensor]
@@ -66,6 +69,7 @@ class Posterior:
     provenance: Mapping[str, Any] = field(default_factory=dict)
     mask_seed: int | None = None
     per_draw: tuple[str, ...] = ()
+    warmup: "Posterior | None" = None
 
     def __post_init__(self) -> None:
         """Keep names as a tuple, whatever they came in."""
@@ -99,13 +103,13 @@ class Posterior:
         return {k: v[0, 0] if k in self.per_draw else v for k, v in values.items()}
 
     def select(
-        self, *, chains: Iterable[int] | None = None, draws: slice | None = None
+        self, *, chains: Iterable[int] | None = None, draws: slice | Tensor | None = None
     ) -> "Posterior":
         """Return the same posterior with some of its chains and draws only.
 
         Args:
             chains: Indices of the chains to keep; all by default.
-            draws: Slice over the draws of each chain; all by default.
+            draws: Slice over the draws of each chain, or their indices; all by default.
         """
         rows = list(range(self.chains)) if chains is None else list(chains)
         cut = slice(None) if draws is None else draws
@@ -124,7 +128,18 @@ class Posterior:
             stats=kept(self.stats),
             constants=kept_own(self.constants),
             buffers=kept_own(self.buffers),
+            warmup=None if self.warmup is None else self.warmup.select(chains=rows),
         )
+
+    def with_warmup(
+        self,
+        draws: Mapping[str, Tensor],
+        deterministic: Mapping[str, Tensor],
+        stats: Mapping[str, Tensor],
+    ) -> Self:
+        """Return the same posterior with what came before its draws; see `Posterior`."""
+        before = dataclasses.replace(self, draws=draws, deterministic=deterministic, stats=stats)
+        return dataclasses.replace(self, warmup=before)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the posterior to one file that `load` reads without executing anything.
@@ -141,6 +156,8 @@ class Posterior:
         approximation = dict(self.approximation or {})
         tensors = approximation.pop("tensors", {})
         record["approximation"] = _alone(tensors)
+        if self.warmup is not None:
+            record["warmup"] = {name: _alone(getattr(self.warmup, name)) for name in _BY_DRAW}
         record["json"] = json.dumps(
             {
                 "format": FORMAT,
@@ -191,11 +208,12 @@ class Posterior:
                 )
             family = meta.pop("approximation")
             tensors = record["approximation"]
-            return cls(
+            posterior = cls(
                 **{name: record[name] for name in _TENSOR_FIELDS},
                 approximation=None if family is None else {**family, "tensors": tensors},
                 **meta,
             )
+            return posterior.with_warmup(**record["warmup"]) if "warmup" in record else posterior
         except FileError:
             raise
         except Exception as error:

@@ -29,6 +29,8 @@ class SamplerResult:
     Attributes:
         draws: Unconstrained draws `(chain, draw, dim)`, on the CPU.
         stats: Statistics `(chain, draw)`, under ArviZ's names.
+        warmup_draws: The same of the warm-up, every transition; without draws where not asked for.
+        warmup_stats: Their statistics.
         step_size: Step sizes after the warm-up, `(chain,)`.
         scale: Scales of the mass matrix `(chain, dim)`, or Cholesky factors `(chain, dim, dim)`.
         lengths: Leapfrogs of each transition, warm-up included, `(chain, transition)`.
@@ -40,6 +42,8 @@ class SamplerResult:
 
     draws: Tensor
     stats: dict[str, Tensor]
+    warmup_draws: Tensor
+    warmup_stats: dict[str, Tensor]
     step_size: Tensor
     scale: Tensor
     lengths: Tensor
@@ -129,14 +133,11 @@ def sample(
 
 def _result(engine: Engine, interrupted: bool) -> SamplerResult:
     kept, lanes = engine.kept, engine.lanes
-    stats = {name: engine.store.stats[:, :kept, i] for i, name in enumerate(STATS)}
-    stats |= {name: stats[name] > 0 for name in _BOOLEAN}
-    stats |= {name: stats[name].long() for name in _WHOLE}
-    if engine.options.rule.algorithm != "nuts":
-        del stats["tree_depth"]
     return SamplerResult(
         draws=engine.store.draws[:, :kept],
-        stats=stats,
+        stats=_by_name(engine.store.stats[:, :kept], engine.options),
+        warmup_draws=engine.warmup.draws,
+        warmup_stats=_by_name(engine.warmup.stats, engine.options),
         step_size=lanes.step_size.cpu(),
         scale=lanes.scale.cpu(),
         lengths=torch.from_numpy(engine.lengths),
@@ -145,3 +146,13 @@ def _result(engine: Engine, interrupted: bool) -> SamplerResult:
         warmup_divergences=torch.from_numpy(engine.divergences[:, 0].copy()),
         interrupted=interrupted,
     )
+
+
+def _by_name(values: Tensor, options: Options) -> dict[str, Tensor]:
+    """Return statistics `(chain, draw, len(STATS))` by name, each of its own kind."""
+    stats = {name: values[:, :, i] for i, name in enumerate(STATS)}
+    stats |= {name: stats[name] > 0 for name in _BOOLEAN}
+    stats |= {name: stats[name].long() for name in _WHOLE}
+    if options.rule.algorithm != "nuts":
+        del stats["tree_depth"]
+    return stats

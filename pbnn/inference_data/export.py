@@ -53,6 +53,8 @@ class ExportablePosterior(Protocol):
     def seconds(self) -> float: ...  # noqa: D102
     @property
     def provenance(self) -> Mapping[str, Any]: ...  # noqa: D102
+    @property
+    def warmup(self) -> "ExportablePosterior | None": ...  # noqa: D102
     def select(self, *, draws: slice | None = None) -> Self: ...  # noqa: D102
 
 
@@ -80,9 +82,9 @@ def to_inference_data(
     Groups: posterior (latent and deterministic sites) and sample_stats always; observed_data with
     `y`; constant_data with `x`; with a model posterior_predictive at `x`, log_likelihood at `x` and
     `y`, predictions and predictions_constant_data at `x_new`; prior and prior_predictive with
-    `prior`; warmup_posterior and warmup_sample_stats with `warmup`. `f`, the output of the network,
-    stands at x in posterior (and prior) unless `predictive_draws` asks for fewer draws, and at
-    x_new in predictions.
+    `prior`; warmup_posterior and warmup_sample_stats where the warm-up was kept. `f`, the output of
+    the network, stands at x in posterior (and prior) unless `predictive_draws` asks for fewer
+    draws, and at x_new in predictions.
 
     Dims: rows are `obs_id`, new rows `pred_id`, columns of a two-dimensional x `feature`, columns
     of an observed site s `s_output`, the last axis of f `class` where y holds integers; layers are
@@ -102,7 +104,8 @@ def to_inference_data(
         x_new: Inputs to predict at.
         prior: Draws from the prior, in the same form as `posterior`; or how many to draw with
             `model` at `x`, by `pbnn.sample_prior`.
-        warmup: The draws of warm-up, in the same form as `posterior`.
+        warmup: The draws of warm-up, in the same form as `posterior`; by default those that it
+            holds (`fit_nuts(…, keep_warmup=True)`).
         coords: Labels by dim; they win over those made here. Keys as in `build`.
         dims: Names of axes by variable; they win over those made here. Keys as in `build`.
         feature_names: Labels of the columns of x, and of the inputs of the first weight matrix;
@@ -118,6 +121,7 @@ def to_inference_data(
     Raises:
         DataError: The arrays, dims and coords do not fit each other.
     """
+    warmup = posterior.warmup if warmup is None else warmup
     parts: dict[str, dict[str, Any]] = {
         "observed_data": _in_units(_named(y, "y"), units),
         "constant_data": _named(x, "x"),
