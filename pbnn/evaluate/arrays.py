@@ -1,15 +1,16 @@
-"""Arrays at the door of the metrics: shapes, missing values, class probabilities checked."""
+"""Arrays at the door of the metrics: shapes, missing values, class probabilities checked.
+
+No torch: plots read scores, too.
+"""
 
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
 
 from pbnn.errors import DataError
-from pbnn.model import Data, indexable, leaves
 
-__all__ = ["Array", "column", "input_columns", "probabilities_and_classes", "same_rows"]
+__all__ = ["Array", "column", "probabilities_and_classes", "same_rows"]
 
 Array = NDArray[np.float64]
 
@@ -49,25 +50,6 @@ def same_rows(**columns: NDArray[Any]) -> None:
     if len(set(shapes.values())) > 1:
         listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
         raise DataError(f"shapes differ: {listed}; expected one shape")
-
-
-def input_columns(x: Data) -> Array:
-    """Return the floating inputs of rows side by side, `(n, values)`.
-
-    Args:
-        x: Rows `(n, …)`, or a dict of inputs.
-
-    Raises:
-        DataError: No input is floating-point.
-    """
-    parts = []
-    for _, value in leaves(indexable(x)):
-        array = value.detach().cpu().numpy() if isinstance(value, Tensor) else np.asarray(value)
-        if np.issubdtype(array.dtype, np.floating):
-            parts.append(array.reshape(len(array), -1).astype(np.float64))
-    if not parts:
-        raise DataError("no input is floating-point; expected numbers to measure distances by")
-    return np.concatenate(parts, 1)
 
 
 def probabilities_and_classes(

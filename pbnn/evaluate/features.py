@@ -12,7 +12,8 @@ from pyro import poutine
 from torch import Tensor, nn
 
 from pbnn.errors import DataError, ModelError
-from pbnn.evaluate.arrays import Array, input_columns
+from pbnn.evaluate.arrays import Array
+from pbnn.evaluate.field import input_columns
 from pbnn.infer.posterior import Posterior
 from pbnn.model import Data, Model, isolated
 from pbnn.prediction.runner import Runner

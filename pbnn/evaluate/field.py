@@ -4,12 +4,13 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike
+from torch import Tensor
 
 from pbnn.errors import DataError
-from pbnn.evaluate.arrays import Array, column, input_columns, same_rows
-from pbnn.model import Data
+from pbnn.evaluate.arrays import Array, column, same_rows
+from pbnn.model import Data, indexable, leaves
 
-__all__ = ["Slope", "distance_to_training", "grid_rows", "ray_rows"]
+__all__ = ["Slope", "distance_to_training", "grid_rows", "input_columns", "ray_rows"]
 
 
 def grid_rows(
@@ -109,6 +110,25 @@ def distance_to_training(x: Data, training: Data) -> Array:
     scale[scale == 0] = 1.0
     nearest = cKDTree(data / scale).query(rows / scale)[0]
     return np.asarray(nearest / rows.shape[1] ** 0.5, dtype=np.float64)
+
+
+def input_columns(x: Data) -> Array:
+    """Return the floating inputs of rows side by side, `(n, values)`.
+
+    Args:
+        x: Rows `(n, …)`, or a dict of inputs.
+
+    Raises:
+        DataError: No input is floating-point.
+    """
+    parts = []
+    for _, value in leaves(indexable(x)):
+        array = value.detach().cpu().numpy() if isinstance(value, Tensor) else np.asarray(value)
+        if np.issubdtype(array.dtype, np.floating):
+            parts.append(array.reshape(len(array), -1).astype(np.float64))
+    if not parts:
+        raise DataError("no input is floating-point; expected numbers to measure distances by")
+    return np.concatenate(parts, 1)
 
 
 class Slope:

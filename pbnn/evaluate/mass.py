@@ -34,7 +34,7 @@ QUANTILES = ((1 - LEVEL) / 2, (1 + LEVEL) / 2)
 # Draws of the predictive samples behind PIT and CRPS, at most; moments take all draws.
 SAMPLED_DRAWS = 400
 # Data sets drawn from the predictive itself.
-REPLICATED = 50
+REPLICATED = 200
 # Bad is what lies beyond these by its whole interval: coverage this far from its level, and the
 # calibration error up to which probabilities may be decided on.
 COVERAGE_TOLERANCE = 0.05
