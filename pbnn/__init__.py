@@ -14,10 +14,13 @@ if TYPE_CHECKING:
     from pbnn.evaluate.ood import check_ood
     from pbnn.evaluate.svi_report import svi_report
     from pbnn.front_door import check_model
+    from pbnn.infer.ensemble import fit_ensemble
     from pbnn.infer.map import fit_map
     from pbnn.infer.nuts import fit_nuts
     from pbnn.infer.posterior import Posterior
+    from pbnn.infer.sgmcmc import fit_sgmcmc
     from pbnn.infer.svi import fit_svi
+    from pbnn.infer.swag import fit_swag
     from pbnn.inference_data import to_inference_data
     from pbnn.model import load_model
     from pbnn.prediction import (
@@ -33,9 +36,12 @@ _HOMES = {
     "check_model": "pbnn.front_door",
     "check_ood": "pbnn.evaluate.ood",
     "compare": "pbnn.evaluate.comparison",
+    "fit_ensemble": "pbnn.infer.ensemble",
     "fit_map": "pbnn.infer.map",
     "fit_nuts": "pbnn.infer.nuts",
+    "fit_sgmcmc": "pbnn.infer.sgmcmc",
     "fit_svi": "pbnn.infer.svi",
+    "fit_swag": "pbnn.infer.swag",
     "load_model": "pbnn.model",
     "log_likelihood": "pbnn.prediction",
     "predict": "pbnn.prediction",
@@ -52,9 +58,12 @@ __all__ = [
     "check_model",
     "check_ood",
     "compare",
+    "fit_ensemble",
     "fit_map",
     "fit_nuts",
+    "fit_sgmcmc",
     "fit_svi",
+    "fit_swag",
     "load_model",
     "log_likelihood",
     "predict",
