@@ -1,5 +1,6 @@
 """The command line: files, one table, one line for each mistake, exit statuses."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import torch
 
 import pbnn
 from pbnn import cli
-from pbnn.cli import fitting
+from pbnn.cli import roads
 from pbnn.errors import FileError
 from pbnn.runs import Run
 
@@ -163,10 +164,11 @@ def test_new_rows_without_a_column_name_it(table, tmp_path, capsys):
 
 
 def test_ctrl_c_between_fits_keeps_what_is_done(table, tmp_path, monkeypatch, capsys):
+    @functools.wraps(pbnn.fit_nuts)
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(fitting, "_fit_nuts", interrupted)
+    monkeypatch.setattr(pbnn, "fit_nuts", interrupted)
     status = run(
         "compare", MODELS / "regression.py", "--dataset", table, "--target", "y", "--drop", "kind",
         "--out", tmp_path / "run", *SMALL,
@@ -177,7 +179,9 @@ def test_ctrl_c_between_fits_keeps_what_is_done(table, tmp_path, monkeypatch, ca
 
 
 def test_options_take_python_literals_and_words():
-    assert fitting._options(["hidden=64", "activation=relu", "weight_scale=0.5", "flag=True"]) == {
+    assert roads.named_values(
+        "--set", ["hidden=64", "activation=relu", "weight_scale=0.5", "flag=True"]
+    ) == {
         "hidden": 64,
         "activation": "relu",
         "weight_scale": 0.5,

@@ -1,5 +1,6 @@
 """The command line when something is wrong: one line that names it, its status, no leftovers."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -11,12 +12,12 @@ import pytest
 
 import pbnn
 from pbnn import cli
-from pbnn.cli import fitting
 from pbnn.infer.training import Training
 from pbnn.runs import Run
 
 MODELS = Path(__file__).parents[1] / "models"
-SMALL = ["--set", "hidden=2", "--steps", "10", "--quiet"]
+SMALL = ["--set", "hidden=2", "--quiet"]
+STEPS = ["--steps", "10"]
 
 
 def run(*arguments):
@@ -44,7 +45,10 @@ def fitted(table, tmp_path_factory):
 
 
 def fit(table, out, *more, command="fit", model=MODELS / "regression.py"):
-    return run(command, model, "--dataset", table, "--target", "y", "--out", out, *SMALL, *more)
+    steps = [] if "--method" in more else STEPS
+    return run(
+        command, model, "--dataset", table, "--target", "y", "--out", out, *SMALL, *steps, *more
+    )
 
 
 def assert_one_line(capsys, *named, starts="pbnn: error: "):
@@ -62,12 +66,31 @@ def assert_one_line(capsys, *named, starts="pbnn: error: "):
         (["--batch-size", "0"], "batch_size"),
         (["--guide", "lowrank", "--rank", "1000"], "rank 1000"),
         (["--method", "nuts", "--chains", "0"], "chains"),
+        (["--method", "nuts", "--steps", "5"], "--steps: fit_nuts has no such option"),
+        (["--option", "colour=3"], "--option colour: fit_svi has no such option"),
+        (["--option", "particles"], "expected NAME=VALUE"),
+        (["--option", "seed=3"], "--option seed"),
         (["--set", "weight_scale=-1"], "weight_scale"),
         (["--set", "hidden=0"], "'hidden': 0"),
     ],
 )
 def test_a_rejected_option_leaves_no_folder(more, named, table, tmp_path, capsys):
     assert fit(table, tmp_path / "run", *more) == 2
+    assert_one_line(capsys, named)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        (["--roads", "normal", "nope"], "road 'nope'"),
+        (["--roads", "normal"], "two or more"),
+        (["--option", "particles=2"], "expected ROAD.NAME=VALUE"),
+        (["--option", "normal.colour=2"], "--option colour: fit_svi has no such option"),
+    ],
+)
+def test_roads_and_their_options_are_checked_before_any_fit(more, named, table, tmp_path, capsys):
+    assert fit(table, tmp_path / "run", *more, command="compare") == 2
     assert_one_line(capsys, named)
     assert not (tmp_path / "run").exists()
 
@@ -81,15 +104,17 @@ def test_a_folder_that_was_there_stays_when_nothing_is_fitted(table, tmp_path):
 @pytest.mark.parametrize("method", ["svi", "nuts"])
 def test_ctrl_c_in_a_fit_keeps_its_draws_and_stops(method, table, tmp_path, monkeypatch, capsys):
     """The fit gives what it has; the command does not go on with it."""
-    whole = pbnn.fit_svi if method == "svi" else pbnn.fit_nuts
+    whole = getattr(pbnn, f"fit_{method}")
 
+    @functools.wraps(whole)
     def cut_short(*arguments, **options):
         posterior = whole(*arguments, **options)
         posterior.provenance.update({"ended": "interrupted", "interrupted": method == "nuts"})
         return posterior
 
-    monkeypatch.setattr(f"pbnn.infer.{method}.fit_{method}", cut_short)
-    more = ["--method", method, "--chains", "1", "--warmup", "3", "--draws", "4"]
+    monkeypatch.setattr(pbnn, f"fit_{method}", cut_short)
+    sizes = {"svi": ["--steps", "10"], "nuts": ["--chains", "1", "--warmup", "3", "--draws", "4"]}
+    more = ["--method", method, *sizes[method]]
     assert fit(table, tmp_path / "run", *more) == 130
     name = "nuts" if method == "nuts" else "normal"
     assert_one_line(capsys, f"{name}_interrupted.pt", starts="pbnn: interrupted; ")
@@ -113,10 +138,11 @@ def test_ctrl_c_in_the_first_fit_of_a_comparison_is_the_last(table, tmp_path, mo
 
 
 def test_ctrl_c_before_the_first_step_leaves_nothing(table, tmp_path, monkeypatch, capsys):
+    @functools.wraps(pbnn.fit_svi)
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(fitting, "_fit_svi", interrupted)
+    monkeypatch.setattr(pbnn, "fit_svi", interrupted)
     assert fit(table, tmp_path / "run", command="compare") == 130
     assert_one_line(capsys, "what was finished is kept", starts="pbnn: interrupted; ")
     assert not (tmp_path / "run").exists()

@@ -1,12 +1,13 @@
-"""Commands that fit: one road, or three guides beside NUTS; each leaves a run folder."""
+"""Commands that fit: one road, or several beside a reference; each leaves a run folder."""
 
 import argparse
-import ast
+import contextlib
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from pbnn.cli.messages import warnings_held
+from pbnn.cli.roads import check_road, named_values, road_name, road_options
 from pbnn.errors import DataError, PbnnWarning
 
 if TYPE_CHECKING:
@@ -15,13 +16,11 @@ if TYPE_CHECKING:
     from pbnn.prediction import Prediction
     from pbnn.runs import Run
 
-__all__ = ["GUIDES", "run_compare", "run_fit"]
-
-GUIDES = ("normal", "lowrank", "kronecker")
+__all__ = ["run_compare", "run_fit"]
 
 
 def run_compare(arguments: argparse.Namespace) -> None:
-    """Fit three guides and NUTS, and print one table."""
+    """Fit several roads, and print one table."""
     from pbnn.evaluate.comparison import compare
     from pbnn.evaluate.probes import away
 
@@ -30,22 +29,26 @@ def run_compare(arguments: argparse.Namespace) -> None:
             f"--test-fraction {arguments.test_fraction}: compare needs held-out rows; expected a "
             "share between 0 and 1"
         )
+    roads = list(dict.fromkeys(arguments.roads))
+    if len(roads) < 2:
+        raise DataError(f"--roads {' '.join(roads)}: expected two or more, such as normal nuts")
+    for road in roads:
+        road_options(road, arguments)
     run, data = _start(arguments)
     fits: dict[str, Posterior] = {}
-    with run.removed_if_empty():
-        for guide in GUIDES:
-            fits[guide] = _kept(run, guide, _fitted(run, data, arguments, guide))
-    fits["nuts"] = _kept(run, "nuts", _fitted(run, data, arguments, "nuts"))
+    for road in roads:
+        with run.removed_if_empty() if not fits else contextlib.nullcontext():
+            fits[road] = _kept(run, road, _fitted(run, data, arguments, road))
     repeats = {}
     if arguments.repeat:
         other = argparse.Namespace(**{**vars(arguments), "seed": arguments.seed + 1})
-        repeats = {guide: _fitted(run, data, other, guide) for guide in GUIDES}
+        repeats = {r: _fitted(run, data, other, r) for r in roads if not fits[r].markov}
     result = compare(
         fits,
         run.model,
         data.x_test,
         data.y_test,
-        reference="nuts",
+        reference="nuts" if "nuts" in fits else None,
         repeats=repeats,
         elsewhere=away(data.x_test, data.x_train, seed=arguments.seed),
         units=data.preprocessor.target_units,
@@ -62,8 +65,9 @@ def run_fit(arguments: argparse.Namespace) -> None:
     """Fit by one road."""
     from pbnn.prediction import predict
 
+    name = road_name(arguments)
+    road_options(name, arguments)
     run, data = _start(arguments)
-    name = "nuts" if arguments.method == "nuts" else arguments.guide
     with run.removed_if_empty():
         posterior = _kept(run, name, _fitted(run, data, arguments, name))
     if arguments.method == "svi":
@@ -88,22 +92,22 @@ def _start(arguments: argparse.Namespace) -> tuple["Run", "Dataset"]:
     """Read the data, build the model, open the run folder, and print the table of sites."""
     import torch
 
-    from pbnn.data import prepare, read_table
+    from pbnn.cli.tables import read_tables
+    from pbnn.data import prepare
     from pbnn.front_door import check_model
     from pbnn.runs import Run, check_range, free_folder, model_for, target_kind_of
 
     if arguments.threads < 1:
         raise DataError(f"--threads {arguments.threads}: expected 1 or more")
     torch.set_num_threads(arguments.threads)
-    options = _options(arguments.set)
-    table = read_table(arguments.dataset, arguments.target, categorical=arguments.categorical)
+    options = named_values("--set", arguments.set)
+    table, _ = read_tables(vars(arguments))
     data = prepare(
         table,
         target_kind=target_kind_of(arguments.model, options, table),
         test_fraction=arguments.test_fraction,
         seed=arguments.seed,
         impute=arguments.impute,
-        drop=arguments.drop,
     )
     model = model_for(arguments.model, data.preprocessor, options)
     for part, x, y in (
@@ -127,66 +131,24 @@ def _start(arguments: argparse.Namespace) -> tuple["Run", "Dataset"]:
     return run, data
 
 
-def _options(pairs: Sequence[str]) -> dict[str, Any]:
-    options: dict[str, Any] = {}
-    for pair in pairs:
-        name, equals, text = pair.partition("=")
-        if not equals or not name.isidentifier():
-            raise DataError(f"--set {pair}: expected NAME=VALUE, such as --set hidden=64")
-        try:
-            options[name] = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            options[name] = text
-    return options
-
-
 def _fitted(run: "Run", data: "Dataset", arguments: argparse.Namespace, name: str) -> "Posterior":
-    """Fit by NUTS or by SVI with a guide; stop the command where Ctrl-C cut the fit short."""
+    """Fit by one road; stop the command where Ctrl-C cut the fit short."""
     with warnings_held():
-        if name == "nuts":
-            posterior = _fit_nuts(run, data, arguments)
-        else:
-            posterior = _fit_svi(run, data, arguments, name)
+        posterior = check_road(name)(
+            run.model,
+            data.x_train,
+            data.y_train,
+            **road_options(name, arguments),
+            seed=arguments.seed,
+            device=arguments.device,
+            progress=not arguments.quiet,
+        )
         # Fits take Ctrl-C as the wish to see what there is.
         told = posterior.provenance
         if told.get("interrupted") or told.get("ended") == "interrupted":
             path = posterior.save(run.folder / f"{name}_interrupted.pt")
             raise KeyboardInterrupt(f"the draws of {name} so far are in {path}")
     return posterior
-
-
-def _fit_svi(run: "Run", data: "Dataset", arguments: argparse.Namespace, guide: str) -> "Posterior":
-    from pbnn.infer.svi import fit_svi
-
-    return fit_svi(
-        run.model,
-        data.x_train,
-        data.y_train,
-        guide=guide,
-        rank=getattr(arguments, "rank", None),
-        steps=arguments.steps,
-        lr=arguments.lr,
-        batch_size=arguments.batch_size,
-        seed=arguments.seed,
-        device=arguments.device,
-        progress=not arguments.quiet,
-    )
-
-
-def _fit_nuts(run: "Run", data: "Dataset", arguments: argparse.Namespace) -> "Posterior":
-    from pbnn.infer.nuts import fit_nuts
-
-    return fit_nuts(
-        run.model,
-        data.x_train,
-        data.y_train,
-        chains=arguments.chains,
-        warmup=arguments.warmup,
-        draws=arguments.draws,
-        seed=arguments.seed,
-        device=arguments.device,
-        progress=not arguments.quiet,
-    )
 
 
 def _kept(run: "Run", name: str, posterior: "Posterior") -> "Posterior":

@@ -4,8 +4,10 @@ import argparse
 from typing import TYPE_CHECKING
 
 from pbnn._version import __version__
-from pbnn.cli.fitting import GUIDES, run_compare, run_fit
-from pbnn.cli.predicting import run_predict
+from pbnn.cli.checking import run_check
+from pbnn.cli.fitting import run_compare, run_fit
+from pbnn.cli.predicting import run_decide, run_predict
+from pbnn.cli.roads import GUIDES, METHODS
 
 __all__ = ["make_parser"]
 
@@ -25,17 +27,33 @@ def make_parser() -> argparse.ArgumentParser:
     _add_compare(commands)
     _add_fit(commands)
     _add_predict(commands)
+    _add_check(commands)
+    _add_decide(commands)
     return parser
 
 
 def _add_compare(commands: "Commands") -> None:
     parser = commands.add_parser(
         "compare",
-        help="fit three guides and NUTS, and print one table",
-        description="Fit the model by SVI with three guides and by NUTS, and compare them on "
-        "held-out rows. Leaves a run folder.",
+        help="fit three guides and NUTS, or other roads, and print one table",
+        description="Fit the model by several roads, by default SVI with three guides and NUTS, "
+        "and compare them on held-out rows. Leaves a run folder.",
     )
     _add_problem(parser)
+    parser.add_argument(
+        "--roads",
+        nargs="+",
+        default=[*GUIDES, "nuts"],
+        metavar="ROAD",
+        help=f"guides and methods; default: {' '.join(GUIDES)} nuts",
+    )
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="ROAD.NAME=VALUE",
+        help="option of one road's fit, such as swag.rank=5; may be repeated",
+    )
     _add_svi(parser)
     _add_nuts(parser)
     parser.add_argument(
@@ -53,9 +71,16 @@ def _add_fit(commands: "Commands") -> None:
         description="Fit the model by one road. Leaves a run folder.",
     )
     _add_problem(parser)
-    parser.add_argument("--method", choices=("svi", "nuts"), default="svi", help="default: svi")
-    parser.add_argument("--guide", choices=GUIDES, default="normal", help="guide of SVI")
-    parser.add_argument("--rank", type=int, help="rank of the low-rank guide")
+    parser.add_argument("--method", choices=METHODS, default="svi", help="default: svi")
+    parser.add_argument("--guide", choices=GUIDES, help="guide of SVI; default: normal")
+    parser.add_argument("--rank", type=int, help="rank of the low-rank guide, or of SWAG")
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="any other option of the method's fit, as Python has it; may be repeated",
+    )
     _add_svi(parser)
     _add_nuts(parser)
     parser.set_defaults(command=run_fit)
@@ -69,6 +94,68 @@ def _add_predict(commands: "Commands") -> None:
     )
     _add_new_rows(parser)
     parser.set_defaults(command=run_predict)
+
+
+def _add_check(commands: "Commands") -> None:
+    parser = commands.add_parser(
+        "check",
+        help="ask whether a posterior of a run may be used; exit status 3 if not",
+        description="Check the posterior of a run on its held-out rows: whether its uncertainty "
+        "ranks rows out of distribution, points the right way and carries probability, and whether "
+        "a threshold on its error probability may decide which rows a person reviews. Writes a "
+        "report and a decision rule. Exit status 3 where a requirement does not hold.",
+    )
+    parser.add_argument("run", help="run folder, or a posterior in it, such as RUN/nuts.nc")
+    parser.add_argument("--posterior", help="which posterior of the run, such as nuts")
+    parser.add_argument(
+        "--ood",
+        action="append",
+        default=[],
+        metavar="NAME=ROWS",
+        help="rows out of distribution: a CSV, Parquet or .npz file; held-out, what the fit held "
+        "out; or the test rows moved by noise, columns or rotation, such as noise:5 for severity "
+        "5; may be repeated",
+    )
+    parser.add_argument(
+        "--shift",
+        action="append",
+        default=[],
+        choices=("noise", "columns", "rotation"),
+        help="metrics of the test rows at severities 0 to 5 of a shift; may be repeated",
+    )
+    parser.add_argument(
+        "--image", metavar="HEIGHTxWIDTH", help="shape of the image whose pixels are the columns"
+    )
+    parser.add_argument(
+        "--costs",
+        default="10,1",
+        metavar="ERROR,REVIEW",
+        help="of an automatic error and of a review; default: 10,1",
+    )
+    parser.add_argument(
+        "--tolerance", type=float, help="distance from y beyond which a number is wrong"
+    )
+    parser.add_argument(
+        "--two-stages", action="store_true", help="review rows unlike the training rows, too"
+    )
+    parser.add_argument("--layer", help="module whose features a density is of; default: x itself")
+    parser.add_argument("--dataset", help="where the table of the run lies now")
+    parser.add_argument("--out", help="report, .html or .md; default: in the run folder")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device")
+    parser.set_defaults(command=run_check)
+
+
+def _add_decide(commands: "Commands") -> None:
+    parser = commands.add_parser(
+        "decide",
+        help="apply a saved decision rule to new rows",
+        description="Answer the rows of a table, and say which of them a person should review, by "
+        "a rule that `pbnn check` saved.",
+    )
+    _add_new_rows(parser)
+    parser.add_argument("--rule", required=True, help="rule that `pbnn check` saved")
+    parser.set_defaults(command=run_decide)
 
 
 def _add_new_rows(parser: argparse.ArgumentParser) -> None:
@@ -95,6 +182,19 @@ def _add_problem(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="option of the model, such as hidden=64; may be repeated",
     )
+    held = parser.add_mutually_exclusive_group()
+    held.add_argument(
+        "--hold-out-class",
+        action="append",
+        default=[],
+        metavar="CLASS",
+        help="class that the fit never sees, for `check`; may be repeated",
+    )
+    held.add_argument(
+        "--hold-out-gap",
+        metavar="COLUMN[:LOW:HIGH]",
+        help="hold out the rows between two quantiles of a column, by default its middle third",
+    )
     parser.add_argument("--drop", action="append", default=[], metavar="COLUMN")
     parser.add_argument("--categorical", action="append", default=[], metavar="COLUMN")
     parser.add_argument(
@@ -114,14 +214,14 @@ def _add_problem(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_svi(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("SVI")
-    group.add_argument("--steps", type=int, default=5000, help="at most; default: 5000")
-    group.add_argument("--lr", type=float, default=0.01, help="learning rate; default: 0.01")
+    group = parser.add_argument_group("optimisation")
+    group.add_argument("--steps", type=int, help="at most; of SVI 5000 by default")
+    group.add_argument("--lr", type=float, help="learning rate; of SVI 0.01 by default")
     group.add_argument("--batch-size", type=int, help="rows in each step; default: all")
 
 
 def _add_nuts(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("NUTS")
-    group.add_argument("--chains", type=int, default=4, help="default: 4")
-    group.add_argument("--warmup", type=int, default=500, help="default: 500")
-    group.add_argument("--draws", type=int, default=500, help="of each chain; default: 500")
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--chains", type=int, help="of NUTS 4 by default")
+    group.add_argument("--warmup", type=int, help="of NUTS 500 by default")
+    group.add_argument("--draws", type=int, help="of each chain; of NUTS 500 by default")
