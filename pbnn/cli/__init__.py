@@ -14,7 +14,9 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status: 0, 2 for bad input, 130 for Ctrl-C.
+    """Run a command and return its exit status.
+
+    0; 2 for bad input; 3 where `check` found a requirement that does not hold; 130 for Ctrl-C.
 
     Args:
         argv: Arguments; those of the process by default.
@@ -22,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
     try:
         with warnings_shown_once():
-            arguments.command(arguments)
+            return arguments.command(arguments) or 0
     except PbnnError as error:
         return say(f"error: {error}", 2)
     except OSError as error:
@@ -32,4 +34,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         return say(f"error: the model file calls sys.exit({error.code}); expected no call of it", 2)
     except KeyboardInterrupt as interrupt:
         return say(f"interrupted; {str(interrupt) or 'what was finished is kept'}", 130)
-    return 0

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from pbnn._version import __version__
-from pbnn.errors import DataError, FileError
+from pbnn.errors import DataError, FileError, ModelError
 from pbnn.evaluate.answers import Answers, answer
 from pbnn.evaluate.arrays import Array
 from pbnn.evaluate.costs import Costs
@@ -45,6 +45,8 @@ __all__ = [
 
 FORMAT = 1
 ACCEPT, HARD, NEVER_SEEN = "accept", "hard", "never seen"
+# Below this many wrong answers a calibration is told to be rough.
+FEW_ERRORS = 10
 # Share of validation rows that may count as never seen: they are like the training rows.
 UNSEEN_SHARE = 0.01
 
@@ -101,7 +103,7 @@ class DecisionRule:
         density: Density of training features; None for a rule of one stage.
         unlike: Rows whose −log density is above it were never seen.
         notes: What to know about the fit, a line each.
-        provenance: Rows of the validation, the posterior's method; plain JSON values.
+        provenance: The rows of the validation, and which posterior it was; plain JSON values.
     """
 
     costs: Costs
@@ -135,9 +137,15 @@ class DecisionRule:
 
         Raises:
             DataError: x cannot be used as it is.
-            ModelError: The posterior is not one of this model.
+            ModelError: The posterior is not one of this model, or not that of the rule.
         """
         x = indexable(x)
+        fitted = self.provenance.get("posterior", _identity(posterior))
+        if fitted != _identity(posterior):
+            raise ModelError(
+                f"the rule was fitted with another posterior, {fitted}; got "
+                f"{_identity(posterior)}: fit the rule again"
+            )
         answers = answer(
             model,
             posterior,
@@ -158,7 +166,7 @@ class DecisionRule:
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the rule as JSON, with a format version; the file appears when it is complete."""
-        record = {
+        record: dict[str, Any] = {
             "format": FORMAT,
             "pbnn": __version__,
             "costs": asdict(self.costs),
@@ -260,12 +268,14 @@ def fit_decision_rule(
     calibration = 1.0
     if not len(wrong):
         raise DataError("no validation rows; expected rows that the fit has not seen")
-    if wrong.any():
+    errors = int(wrong.sum())
+    if errors:
         calibration = _calibration(raw, seen)
-    else:
+    if errors < FEW_ERRORS:
         notes.append(
-            f"none of the {len(wrong)} validation rows is answered wrong: the error probability is "
-            "not calibrated"
+            f"{errors} of the {len(wrong)} validation rows are answered wrong: the error "
+            f"probability is {'calibrated on few' if errors else 'not calibrated'}; use more "
+            "validation rows"
         )
     saved = None if density is None else SavedDensity.of(density)
     return DecisionRule(
@@ -278,10 +288,16 @@ def fit_decision_rule(
         notes=tuple(notes),
         provenance={
             "validation_rows": len(wrong),
-            "validation_errors": int(wrong.sum()),
-            "method": posterior.method,
+            "validation_errors": errors,
+            "posterior": _identity(posterior),
         },
     )
+
+
+def _identity(posterior: Posterior) -> dict[str, Any]:
+    """Return what tells one fit from another."""
+    told = posterior.provenance
+    return {"method": posterior.method, "seed": told.get("seed"), "created": told.get("created")}
 
 
 def _calibration(raw: Answers, y: NDArray[Any]) -> float:

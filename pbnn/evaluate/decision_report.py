@@ -97,20 +97,21 @@ class DecisionReport:
         return f"not fit for decisions, because {'; '.join(failed)}"
 
     @property
-    def summary(self) -> str:
-        """The verdict, and what the rule does and costs, as text."""
+    def account(self) -> str:
+        """One line: rows, errors, reviews, and the accuracy of what is accepted."""
         reviewed = int((self.decisions.reason != ACCEPT).sum())
         good = f" ({self.good_among_reviewed:.0%} of those were right)" if reviewed else ""
-        return "\n".join(
-            [
-                self.verdict,
-                *self.rule.notes,
-                f"{len(self.wrong)} rows, {int(self.wrong.sum())} of them answered wrong; "
-                f"threshold {self.rule.threshold:.4g}: {reviewed} reviewed{good}; "
-                f"accuracy of the rest {self.accuracy:.3f}",
-                str(self.costs.to_string(float_format=lambda v: f"{v:.3f}")),
-            ]
+        return (
+            f"{len(self.wrong)} rows, {int(self.wrong.sum())} of them answered wrong; threshold "
+            f"{self.rule.threshold:.4g}: {reviewed} reviewed{good}; accuracy of the rest "
+            f"{self.accuracy:.3f}"
         )
+
+    @property
+    def summary(self) -> str:
+        """The verdict, and what the rule does and costs, as text."""
+        table = self.costs.to_string(float_format=lambda v: f"{v:.3f}")
+        return "\n".join([self.verdict, *self.rule.notes, self.account, table])
 
     def __str__(self) -> str:
         return "\n".join([self.summary, *map(str, self.checklist)])
