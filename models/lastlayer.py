@@ -6,9 +6,9 @@
     scale ~ HalfNormal(noise_scale)
     y_n   ~ Normal(f(x_n), scale)
 
-SVI learns the trunk with the ELBO, nearly as type-II maximum likelihood would (Snoek et al. 2015 fit
-one beforehand); NUTS runs with `fit_nuts(…, constants=svi.constants)`, given that trunk. One that was
-trained elsewhere goes in by `model.trunk.load_state_dict(…)`.
+SVI learns the trunk with the ELBO, nearly as type-II maximum likelihood would; NUTS runs with
+`fit_nuts(…, constants=svi.constants)`, given that trunk. One that was trained elsewhere goes in by
+`model.trunk.load_state_dict(…)`, as in Snoek et al. (2015).
 Change: width, depth, activation and the prior scales, by keyword; any module in the place of the
 trunk, with its patterns in `constants=`.
 Do not trust its uncertainty away from the data: no one asked where else the trunk could bend, and
