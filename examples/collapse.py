@@ -1,9 +1,9 @@
 """Where the diagonal posterior fails: uncertainty in a gap of the data and beyond them.
 
 A noisy sine, training inputs in [-2, -0.5] and [0.5, 2]; the gap between them is near, [4, 6] far
-out of distribution. Two networks: a deep one on few rows, and a shallow one with dense data and wide
-priors, where the diagonal guide can do. Each fit is kept in a file, so a study that was stopped
-goes on.
+out of distribution. Two networks: a deep one on few rows, and a shallow one with dense data and
+wide priors, where the diagonal guide can do. Each fit is kept in a file, so a study that was
+stopped goes on.
 
 python examples/collapse.py --out runs/collapse       an hour
 python examples/collapse.py --smoke                   seconds, for tests
