@@ -12,8 +12,10 @@ import itertools
 
 import pyro
 import pyro.distributions as dist
-from pyro.nn import PyroModule, PyroSample
+from pyro.nn import PyroModule
 from torch import Tensor, nn
+
+from pbnn.priors import normal, place_priors
 
 
 class Model(PyroModule):  # type: ignore[misc]
@@ -43,14 +45,8 @@ class Model(PyroModule):  # type: ignore[misc]
         super().__init__()
         self.activation = getattr(nn.functional, activation)
         widths = [in_features, *[hidden] * depth, out_features]
-        self.layers = PyroModule[nn.ModuleList](
-            PyroModule[nn.Linear](a, b) for a, b in itertools.pairwise(widths)
-        )
-        for layer in self.layers:
-            a, b = layer.in_features, layer.out_features
-            weight = dist.Normal(0.0, weight_scale / a**0.5)
-            layer.weight = PyroSample(weight.expand([b, a]).to_event(2))
-            layer.bias = PyroSample(dist.Normal(0.0, bias_scale).expand([b]).to_event(1))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(widths))
+        place_priors(self, {"*.weight": normal(weight_scale), "*.bias": normal(bias_scale)})
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
         """Return the logits f(x), of shape `(n, out_features)`."""

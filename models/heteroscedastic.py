@@ -13,8 +13,10 @@ import itertools
 
 import pyro
 import pyro.distributions as dist
-from pyro.nn import PyroModule, PyroSample
+from pyro.nn import PyroModule
 from torch import Tensor, nn
+
+from pbnn.priors import normal, place_priors
 
 
 class Model(PyroModule):  # type: ignore[misc]
@@ -47,16 +49,10 @@ class Model(PyroModule):  # type: ignore[misc]
         self.activation = getattr(nn.functional, activation)
         self.min_scale = min_scale
         widths = [in_features, *[hidden] * depth]
-        self.trunk = PyroModule[nn.ModuleList](
-            PyroModule[nn.Linear](a, b) for a, b in itertools.pairwise(widths)
-        )
-        self.mean = PyroModule[nn.Linear](widths[-1], out_features)
-        self.scale = PyroModule[nn.Linear](widths[-1], out_features)
-        for layer in (*self.trunk, self.mean, self.scale):
-            a, b = layer.in_features, layer.out_features
-            weight = dist.Normal(0.0, weight_scale / a**0.5)
-            layer.weight = PyroSample(weight.expand([b, a]).to_event(2))
-            layer.bias = PyroSample(dist.Normal(0.0, bias_scale).expand([b]).to_event(1))
+        self.trunk = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(widths))
+        self.mean = nn.Linear(widths[-1], out_features)
+        self.scale = nn.Linear(widths[-1], out_features)
+        place_priors(self, {"*.weight": normal(weight_scale), "*.bias": normal(bias_scale)})
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
         """Return the mean f(x), of shape `(n,)` or `(n, out_features)`."""

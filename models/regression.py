@@ -17,6 +17,8 @@ import pyro.distributions as dist
 from pyro.nn import PyroModule, PyroSample
 from torch import Tensor, nn
 
+from pbnn.priors import normal, place_priors
+
 
 class Model(PyroModule):  # type: ignore[misc]
     """Multilayer perceptron with homoscedastic Normal noise.
@@ -47,16 +49,11 @@ class Model(PyroModule):  # type: ignore[misc]
         super().__init__()
         self.activation = getattr(nn.functional, activation)
         widths = [in_features, *[hidden] * depth, out_features]
-        self.layers = PyroModule[nn.ModuleList](
-            PyroModule[nn.Linear](a, b) for a, b in itertools.pairwise(widths)
-        )
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(widths))
         if not isinstance(weight_scale, Sequence):
             weight_scale = [weight_scale] * len(self.layers)
-        for layer, width in zip(self.layers, weight_scale, strict=True):
-            a, b = layer.in_features, layer.out_features
-            weight = dist.Normal(0.0, width / a**0.5)
-            layer.weight = PyroSample(weight.expand([b, a]).to_event(2))
-            layer.bias = PyroSample(dist.Normal(0.0, bias_scale).expand([b]).to_event(1))
+        weights = {f"layers.{i}.weight": normal(scale) for i, scale in enumerate(weight_scale)}
+        place_priors(self, {**weights, "*.bias": normal(bias_scale)})
         outputs = [] if out_features == 1 else [out_features]
         scale = dist.HalfNormal(noise_scale).expand(outputs)
         self.scale = PyroSample(scale.to_event(len(outputs)))
