@@ -11,9 +11,13 @@ from pbnn._version import __version__
 
 if TYPE_CHECKING:
     from pbnn.evaluate.comparison import compare
+    from pbnn.evaluate.costs import Costs
+    from pbnn.evaluate.decision import DecisionRule, fit_decision_rule
+    from pbnn.evaluate.decision_report import report_decisions
     from pbnn.evaluate.ood import check_ood
     from pbnn.evaluate.svi_report import svi_report
     from pbnn.front_door import check_model
+    from pbnn.infer.dropout import fit_dropout
     from pbnn.infer.ensemble import fit_ensemble
     from pbnn.infer.map import fit_map
     from pbnn.infer.nuts import fit_nuts
@@ -32,11 +36,15 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
+    "Costs": "pbnn.evaluate.costs",
+    "DecisionRule": "pbnn.evaluate.decision",
     "Posterior": "pbnn.infer.posterior",
     "check_model": "pbnn.front_door",
     "check_ood": "pbnn.evaluate.ood",
     "compare": "pbnn.evaluate.comparison",
     "fit_ensemble": "pbnn.infer.ensemble",
+    "fit_dropout": "pbnn.infer.dropout",
+    "fit_decision_rule": "pbnn.evaluate.decision",
     "fit_map": "pbnn.infer.map",
     "fit_nuts": "pbnn.infer.nuts",
     "fit_sgmcmc": "pbnn.infer.sgmcmc",
@@ -47,17 +55,22 @@ _HOMES = {
     "predict": "pbnn.prediction",
     "predictive": "pbnn.prediction",
     "prior_predictive": "pbnn.prediction",
+    "report_decisions": "pbnn.evaluate.decision_report",
     "sample_prior": "pbnn.prediction",
     "svi_report": "pbnn.evaluate.svi_report",
     "to_inference_data": "pbnn.inference_data",
 }
 
 __all__ = [
+    "Costs",
+    "DecisionRule",
     "Posterior",
     "__version__",
     "check_model",
     "check_ood",
     "compare",
+    "fit_decision_rule",
+    "fit_dropout",
     "fit_ensemble",
     "fit_map",
     "fit_nuts",
@@ -69,6 +82,7 @@ __all__ = [
     "predict",
     "predictive",
     "prior_predictive",
+    "report_decisions",
     "sample_prior",
     "svi_report",
     "to_inference_data",

@@ -4,6 +4,7 @@ The sizes of blocks follow from shapes alone, so memory is bounded and results r
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from pbnn.checks import PLATE, check_observed, check_output, unwrapped
 from pbnn.errors import DataError, ModelError
 from pbnn.front_door import observations, prepare, prior_values
+from pbnn.infer.masks import Masks
 from pbnn.infer.posterior import Posterior
 from pbnn.model import Data, Model, isolated, leaves, run, sample_nodes, take
 from pbnn.prediction import mapping
@@ -30,6 +32,8 @@ Reader = Callable[[poutine.Trace], dict[str, Tensor]]
 
 _STATE = "state "
 """Marks the constants and buffers of a draw among its sites."""
+_MASK = "mask"
+"""The statistic that numbers a draw's dropout masks, here among its constants and buffers."""
 
 BLOCK_ROWS = 512
 # Values held over all draws of a block of rows, for each number that is read: 32 MB of float64.
@@ -109,7 +113,8 @@ class Runner:
         x = take(self.x, rows)
         with isolated(0, self.device), prior_values(self._dtype, self.device), torch.no_grad():
             try:
-                return run(self.model, {}, x, take(y, rows), fill=self.fill, checks=True)
+                with self._masked(0, 0):
+                    return run(self.model, {}, x, take(y, rows), fill=self.fill, checks=True)
             except Exception as error:
                 shapes = {name or "x": tuple(value.shape) for name, value in leaves(self.x)}
                 line = str(error).strip().splitlines()[0] if str(error) else ""
@@ -231,24 +236,35 @@ class Runner:
         """Yield what `read` takes from the model's trace, for one block of draws after another."""
         if read not in self._maps:
 
-            def one(held: dict[str, Tensor], x: Data, y: Data) -> dict[str, Tensor]:
+            def one(held: dict[str, Tensor], first: Tensor, x: Data, y: Data) -> dict[str, Tensor]:
                 values = {name: held[name] for name in self.posterior.draws}
                 state = {name: held[_STATE + name] for name in self.posterior.per_draw}
+                masked = self._masked(held.get(_STATE + _MASK, 0), first)
                 # Pyro's own checks read values, which cannot be mapped.
-                with pyro.validation_enabled(False), MappableSamples():
+                with pyro.validation_enabled(False), MappableSamples(), masked:
                     return read(run(self.model, values, x, y, fill=self.fill, state=state))
 
             self._maps[read] = DrawMap(one)
 
         def block(start: int, stop: int) -> dict[str, Tensor]:
-            state = self.posterior.state(start, stop).items()
-            flat = {**self.posterior.flat(start, stop), **{_STATE + k: v for k, v in state}}
+            state = self.posterior.state(start, stop)
+            if self.posterior.mask_seed is not None:
+                state[_MASK] = self.posterior.stats[_MASK].flatten()[start:stop]
+            named = {_STATE + name: value for name, value in state.items()}
+            flat = {**self.posterior.flat(start, stop), **named}
             return {name: value.to(self.device) for name, value in flat.items()}
 
         held = sum(value[0].numel() for value in block(0, 1).values())
         size = mapping.BLOCK_VALUES // ((rows.stop - rows.start) * self.width + held)
         x, y = take(self.x, rows), take(self.y, rows)
-        yield from self._maps[read].blocks(block, self.draws, max(1, size), x, y)
+        at_hand = len(leaves(self.x)[0][1])
+        first = torch.tensor(self.rows - at_hand + rows.start, device=self.device)
+        yield from self._maps[read].blocks(block, self.draws, max(1, size), first, x, y)
+
+    def _masked(self, draw: int | Tensor, row: int | Tensor) -> AbstractContextManager[Any]:
+        """Return what the model runs inside of: for MC dropout, the masks of a draw."""
+        seed = self.posterior.mask_seed
+        return nullcontext() if seed is None else Masks(seed, draw, row)
 
     def gather(self, read: Reader, rows: slice) -> dict[str, Tensor]:
         """Return what `read` takes, for all draws: each `(draws, rows, …)`, on the CPU."""
