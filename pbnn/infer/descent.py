@@ -194,6 +194,10 @@ class Descent:
         """Return the log joint before each step, `(steps, lanes)`."""
         return torch.stack(self.log_joints).cpu()
 
+    def account(self) -> dict[str, object]:
+        """Return how the steps ran, as plain JSON values, for the provenance."""
+        return {"compiled": self.compiled, "compile_rule": self.rule}
+
     def compile(self) -> None:
         """Compile the step.
 
@@ -257,7 +261,9 @@ class Descent:
         if not bool(finite.logical_not().any()):
             return f"the log joint was not finite at step {step}; lower lr"
         lane = int(finite.logical_not().nonzero()[0])
-        member = f" in lane {lane}" if len(finite) > 1 else ""
+        member = (
+            f" in member {self.joint.first + lane}" if self.joint.first + len(finite) > 1 else ""
+        )
         site = self.joint.space.culprit(self.points[lane : lane + 1])
         return f"the log joint was not finite at step {step}{member}{site}; lower lr"
 

@@ -35,6 +35,7 @@ class LogJoint:
         points: The points to begin with, one in each lane.
         batch_size: Rows in each evaluation; None takes all. Each lane takes them in its own order.
         seed: Seed of the orders.
+        first: Number of the first lane, where others come before these.
         jacobian: Whether log |det J| of the bijections onto the supports is added: the density is
             then that of the unconstrained values, and else that of the values themselves.
         shift: By latent or observed site with a Normal distribution, by how many of its scales
@@ -43,6 +44,7 @@ class LogJoint:
     Attributes:
         space: The vectors.
         lanes: Number of lanes.
+        first: Number of the first of them.
         factor: Rows / batch size.
         data: What `function` takes after the points: rows, buffers, shifts.
         function: Points `(lanes, size)` and `data` to gradient `(lanes, size)` and log joint
@@ -62,18 +64,20 @@ class LogJoint:
         *,
         batch_size: int | None = None,
         seed: int = 0,
+        first: int = 0,
         jacobian: bool = True,
         shift: Mapping[str, Tensor] | None = None,
     ) -> None:
         bound = space.bound
         if batch_size is not None:
             check_batching(bound, batch_size)
-        self.space, self.lanes = space, len(points)
+        self.space, self.lanes, self.first = space, len(points), first
         self.factor = 1.0 if batch_size is None else (bound.rows or 1) / batch_size
         self._jacobian, self._shift = jacobian, dict(shift or {})
         self._terms = Terms(bound, list(space.constants), reads=batch_size is None)
         self._batches = [
-            Batches(bound, batch_size, lane_seed(seed, lane)) for lane in range(self.lanes)
+            Batches(bound, batch_size, lane_seed(seed, first + lane, "rows"))
+            for lane in range(self.lanes)
         ]
         self._batched = batch_size is not None
         self._buffers = points.buffers

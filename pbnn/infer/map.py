@@ -2,21 +2,23 @@
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import pyro
 import torch
 from torch import Tensor
 
+from pbnn.errors import FitError
 from pbnn.front_door import bind
 from pbnn.infer.descent import Descent, Optimiser, StepOptions, rate_of
 from pbnn.infer.log_joint import LogJoint
 from pbnn.infer.options import whole_number
-from pbnn.infer.points import Space
+from pbnn.infer.points import Points, Space
 from pbnn.infer.posterior import Posterior, provenance
 from pbnn.model import Data, Model, isolated
 
-__all__ = ["fit_map"]
+__all__ = ["MapPlan", "fit_map", "start_word", "trained_point"]
 
 # One in this many points of the last phase goes into the average.
 _AVERAGE_EVERY = 10
@@ -92,30 +94,27 @@ def fit_map(
         FitError: An option is out of range, or the log joint is not finite at the start or at a
             later step.
     """
-    seed, steps = whole_number("seed", seed, least=0), whole_number("steps", steps)
-    schedule = schedule or ("constant" if average else "cosine")
-    options = StepOptions(
-        optimiser=optimiser, lr=lr, batch_size=batch_size, sharpness=sharpness, jacobian=jacobian
+    seed = whole_number("seed", seed, least=0)
+    plan = MapPlan(
+        steps=steps,
+        schedule=schedule,
+        average=average,
+        options=StepOptions(
+            optimiser=optimiser,
+            lr=lr,
+            batch_size=batch_size,
+            sharpness=sharpness,
+            jacobian=jacobian,
+        ),
     )
-    rates = rate_of(schedule, lr, steps)
     started = time.perf_counter()
     bound = bind(model, x, y, device=device, dtype=dtype)
     with isolated(seed, bound.device), pyro.validation_enabled(False):
         space = Space(bound)
-        start = space.start(1, seed, init)
-        joint = LogJoint(space, start, batch_size=batch_size, seed=seed, jacobian=jacobian)
-        descent = Descent(joint, start, options, compile=compile, steps=steps)
-        mean = _Average(descent, steps) if average else None
-        descent.run(rates, label="MAP", progress=progress, each=mean)
-        points = descent.points if mean is None else space.points(mean.values)
+        points, descent = plan.train(
+            space, space.start(1, seed, init), seed=seed, compile=compile, progress=progress
+        )
         fields = space.fields(points)
-    settings: dict[str, Any] = {
-        "init": init if isinstance(init, str) else "state_dict",
-        "steps": steps,
-        "schedule": schedule if isinstance(schedule, str) else schedule.__qualname__,
-        "average": average,
-        **vars(options),
-    }
     return Posterior(
         **fields,
         method="map",
@@ -123,11 +122,130 @@ def fit_map(
         seconds=time.perf_counter() - started,
         history={"log_joint": descent.history()[:, 0]},
         provenance={
-            **provenance(bound, seed=seed, **settings),
-            "compiled": descent.compiled,
-            "compile_rule": descent.rule,
+            **provenance(bound, seed=seed, init=start_word(init), **plan.plain()),
+            **descent.account(),
         },
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MapPlan:
+    """How points are trained from start to end; see `fit_map`.
+
+    Attributes:
+        steps: Number of steps.
+        schedule: Learning rates; None chooses by `average`.
+        average: Whether a point is the mean over the second half of the steps.
+        options: What one step is made of.
+
+    Raises:
+        FitError: An option is out of range.
+    """
+
+    steps: int = 2_000
+    schedule: str | Callable[[float], float] | None = None
+    average: bool = False
+    options: StepOptions = field(default_factory=StepOptions)
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        object.__setattr__(self, "steps", whole_number("steps", self.steps))
+        if self.schedule is None:
+            object.__setattr__(self, "schedule", "constant" if self.average else "cosine")
+        self._rates()
+
+    def train(
+        self,
+        space: Space,
+        start: Points,
+        *,
+        seed: int,
+        compile: bool | None,
+        progress: bool,
+        first: int = 0,
+        shift: Mapping[str, Tensor] | None = None,
+        label: str = "MAP",
+    ) -> tuple[Points, Descent]:
+        """Train points; return them, and the run that made them.
+
+        Args:
+            space: The vectors.
+            start: Where the lanes start.
+            seed: Seed of the order of rows.
+            compile: Whether to compile the step; None decides.
+            progress: Whether to show a progress bar.
+            first: Number of the first lane, where others come before these.
+            shift: By how many scales lanes shift priors and observations; see `LogJoint`.
+            label: What is going on, for the progress bar.
+        """
+        joint = LogJoint(
+            space,
+            start,
+            batch_size=self.options.batch_size,
+            seed=seed,
+            first=first,
+            jacobian=self.options.jacobian,
+            shift=shift,
+        )
+        descent = Descent(joint, start, self.options, compile=compile, steps=self.steps)
+        mean = _Average(descent, self.steps) if self.average else None
+        descent.run(self._rates(), label=label, progress=progress, each=mean)
+        return descent.points if mean is None else space.points(mean.values), descent
+
+    def plain(self) -> dict[str, Any]:
+        """Return the options by name, as plain values."""
+        schedule = self.schedule
+        if callable(schedule):
+            schedule = getattr(schedule, "__qualname__", type(schedule).__name__)
+        own = {"steps": self.steps, "schedule": schedule, "average": self.average}
+        return {**own, **vars(self.options)}
+
+    def _rates(self) -> list[float]:
+        return rate_of(self.schedule or "cosine", self.options.lr, self.steps)
+
+
+def trained_point(
+    space: Space,
+    start: Posterior | Mapping[str, Tensor] | None,
+    *,
+    seed: int,
+    steps: int,
+    compile: bool | None,
+    progress: bool,
+) -> Points:
+    """Return the one trained point that a post-hoc road sets out from.
+
+    Args:
+        space: The vectors.
+        start: See `Space.start_at`; None trains a MAP on the unconstrained space.
+        seed: Seed of that training.
+        steps: Its number of steps.
+        compile: Whether to compile its step; None decides.
+        progress: Whether to show a progress bar.
+
+    Raises:
+        FitError: `start` is not one point of the model, or its log joint is not finite.
+    """
+    if start is None:
+        plan = MapPlan(steps=steps, options=StepOptions(jacobian=True))
+        points = space.start(1, seed)
+        return plan.train(space, points, seed=seed, compile=compile, progress=progress)[0]
+    points = space.start_at(start)
+    if len(points) != 1:
+        raise FitError(
+            f"start has {len(points)} draws; expected one point: start.select(chains=[0], "
+            "draws=slice(0, 1))"
+        )
+    if fault := space.culprit(points):
+        raise FitError(f"the log joint at start is not finite{fault}; pass another start")
+    return points
+
+
+def start_word(start: Any) -> str:
+    """Return what a start is, in a word for the provenance."""
+    if isinstance(start, str):
+        return start
+    return f"posterior of {start.method}" if isinstance(start, Posterior) else "state_dict"
 
 
 class _Average:

@@ -7,7 +7,7 @@ without a prior). Roads that train points, or draw from what training left behin
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pyro
@@ -28,11 +28,14 @@ from pbnn.model import BoundModel, isolated
 __all__ = ["Points", "Space", "lane_seed"]
 
 Values = Mapping[str, Tensor]
+Purpose = Literal["start", "rows", "shift", "fit"]
 
 
-def lane_seed(seed: int, *path: int) -> int:
+def lane_seed(seed: int, lane: int, purpose: Purpose, attempt: int = 0) -> int:
     """Return the seed of one lane, which does not depend on how many lanes there are."""
-    return int(np.random.SeedSequence((seed, *path)).generate_state(1)[0])
+    # Never 0 at the end: trailing zeros change nothing in a seed sequence.
+    path = (seed, lane, get_args(Purpose).index(purpose), attempt + 1)
+    return int(np.random.SeedSequence(path).generate_state(1)[0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +201,7 @@ class Space:
     def _start(self, lane: int, seed: int, init: str | Values) -> Tensor:
         """Return a point with finite log joint for one lane."""
         for attempt in range(TRIES):
-            with isolated(lane_seed(seed, lane, attempt), self.bound.device):
+            with isolated(lane_seed(seed, lane, "start", attempt), self.bound.device):
                 if lane or attempt:
                     self._reset()
                 point = self._at(find_start(init, self.bound))
