@@ -194,7 +194,7 @@ def _under_masks(
 
     def one(draw: Tensor) -> tuple[Tensor, ...]:
         with Masks(seed, draw):
-            found = (lane.log_density(z, *lane.data),)
+            found: tuple[Tensor, ...] = (lane.log_density(z, *lane.data),)
         if lane.deterministic:
             with Masks(seed, draw):
                 found += lane.deterministic_values(z, *lane.data)
@@ -208,7 +208,7 @@ def _under_masks(
             outputs = vmap(one, chunk_size=size)(numbers)
         except (RuntimeError, NotImplementedError, ValueError):
             # A model that reads its own values cannot be mapped; a loop gives the same numbers.
-            outputs = [torch.stack(parts) for parts in zip(*map(one, numbers), strict=True)]
+            outputs = tuple(torch.stack(parts) for parts in zip(*map(one, numbers), strict=True))
     lp, *values = (output.cpu() for output in outputs)
     pairs = zip(lane.deterministic, values, strict=True)
     return lp, {name: value[None] for name, value in pairs}

@@ -52,11 +52,12 @@ class Masks(TorchFunctionMode):
         """Start, also in attention, whose fast path in eval mode would leave its dropout out."""
         self._fast = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
-        return super().__enter__()  # type: ignore[no-any-return]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
     def __exit__(self, *error: Any) -> None:
         """Leave all as it was."""
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         torch.backends.mha.set_fastpath_enabled(self._fast)
 
     @contextmanager
@@ -134,7 +135,7 @@ def _alpha_dropped(x: Tensor, kept: Tensor, p: float) -> Tensor:
     """Set units to SELU's limit; keep mean and variance (Klambauer et al. 2017, section 4)."""
     if p == 1:
         return torch.zeros_like(x)
-    scale = ((1 - p) * (1 + p * _SELU_LIMIT**2)) ** -0.5
+    scale: float = ((1 - p) * (1 + p * _SELU_LIMIT**2)) ** -0.5
     return scale * torch.where(kept, x, _SELU_LIMIT) - scale * p * _SELU_LIMIT
 
 
