@@ -9,7 +9,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pbnn.errors import DataError
 from pbnn.evaluate.arrays import Array
 from pbnn.evaluate.bootstrap import Interval, Mean, Statistic
 from pbnn.evaluate.calibration import (
@@ -49,14 +48,15 @@ class Mass:
         prediction: What it predicts, in the user's units.
         rows: Numbers of the rows that are scored: those with y, all where there is no y.
         statistics: By name, for the scored rows. With y, for numbers `nll`, `coverage_90` (of
-            central intervals), `coverage_error` (its mean distance over levels), `crps` and
-            `interval_score_90`; for classes `accuracy`, `nll`, `brier`, `ece`, `ece_mass` and
-            `ece_classwise`. Always `sharpness_90`, the width of the interval, or `confidence`, the
-            largest probability.
+            central intervals), `coverage_error` (mean distance of the coverage from its level, over
+            levels), `crps` and `interval_score_90`; for classes `accuracy`, `nll`, `brier`, `ece`,
+            `ece_mass` and `ece_classwise`. Always `sharpness_90`, the width of the interval, or
+            `confidence`, the largest probability.
         error: |y − mean| of the scored rows (root mean square over outputs), or 1 less the
             probability of their class, `(rows,)`; None without y.
         replicated: The same for data sets drawn from the predictive itself, `(sets, rows)`.
         floor: What `ece` is on such data sets: value is their mean, low and high hold 95%.
+        discrete: Whether y are whole numbers, whose intervals cover more than their level.
     """
 
     prediction: Prediction
@@ -65,6 +65,7 @@ class Mass:
     error: Array | None = None
     replicated: Array | None = None
     floor: Mapping[str, Interval] = field(default_factory=dict)
+    discrete: bool = False
 
 
 def mass_of(
@@ -91,7 +92,7 @@ def mass_of(
         progress: Whether to show progress bars on stderr.
 
     Raises:
-        DataError: x or y cannot be used as they are, or all of y is missing.
+        DataError: x or y cannot be used as they are.
         ModelError: The posterior is not one of this model.
     """
     options: dict[str, Any] = {
@@ -101,8 +102,9 @@ def mass_of(
         "progress": progress,
     }
     prediction = predict(model, posterior, x, y, quantiles=QUANTILES, **options)
-    if prediction.probabilities is not None:
-        return _of_classes(prediction, y, np.random.default_rng(seed))
+    probabilities = _class_probabilities(prediction)
+    if probabilities is not None:
+        return _of_classes(prediction, probabilities, y, np.random.default_rng(seed))
     if y is None:
         return _of_numbers(prediction, None, None)
     step = -(-posterior.draws_per_chain * posterior.chains // SAMPLED_DRAWS)
@@ -111,6 +113,18 @@ def mass_of(
     samples = next(value for name, value in found.items() if name != "f")
     seen = _double(y) if units is None else units.restore(_double(y))
     return _of_numbers(prediction, _double(samples.flatten(0, 1)), seen)
+
+
+def _class_probabilities(prediction: Prediction) -> Array | None:
+    """Return class probabilities `(n, classes)`; of a Bernoulli y, too, whose mean is one."""
+    if prediction.probabilities is not None:
+        return _double(prediction.probabilities)
+    assert prediction.mean is not None
+    assert prediction.scale is not None
+    mean, scale = _double(prediction.mean), _double(prediction.scale)
+    # E[y²] = E[y] where y is 0 or 1, and for no other y in the whole numbers.
+    binary = mean.ndim == 1 and np.allclose(scale**2 + mean**2, mean, rtol=1e-4, atol=1e-6)
+    return np.stack([1 - mean, mean], 1).clip(0, 1) if binary else None
 
 
 def _double(value: Tensor) -> Array:
@@ -130,7 +144,7 @@ def _of_numbers(prediction: Prediction, samples: Array | None, y: Array | None) 
         statistics = {"sharpness_90": Mean(width)}
         return Mass(prediction=prediction, rows=np.arange(rows), statistics=statistics)
     y, samples = y.reshape(rows, -1), samples.reshape(len(samples), rows, -1)
-    kept = _seen(~np.isnan(y))
+    kept = np.flatnonzero(~np.isnan(y).all(1))
     y, mean, low, high, samples = y[kept], mean[kept], low[kept], high[kept], samples[:, kept]
     assert prediction.log_predictive_density is not None
     # What is missing counts as the mean, and is then taken out of every mean over outputs.
@@ -157,17 +171,18 @@ def _of_numbers(prediction: Prediction, samples: Array | None, y: Array | None) 
         },
         error=by_row((filled.reshape(y.shape) - mean) ** 2) ** 0.5,
         replicated=np.stack([by_row((one - mean) ** 2) ** 0.5 for one in sets]),
+        discrete=bool((samples == np.round(samples)).all()),
     )
 
 
-def _of_classes(prediction: Prediction, y: Tensor | None, generator: np.random.Generator) -> Mass:
-    assert prediction.probabilities is not None
-    p = _double(prediction.probabilities)
+def _of_classes(
+    prediction: Prediction, p: Array, y: Tensor | None, generator: np.random.Generator
+) -> Mass:
     if y is None:
         statistics = {"confidence": Mean(p.max(1))}
         return Mass(prediction=prediction, rows=np.arange(len(p)), statistics=statistics)
     given = y.double().numpy()
-    kept = _seen(~np.isnan(given))
+    kept = np.flatnonzero(~np.isnan(given))
     p, classes = p[kept], given[kept].astype(np.int64)
     each = np.arange(len(p))
     # A class is where a uniform number falls among the sums of probabilities.
@@ -194,17 +209,7 @@ def _of_classes(prediction: Prediction, y: Tensor | None, generator: np.random.G
     )
 
 
-def _seen(there: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return the numbers of the rows with an observation."""
-    rows = np.flatnonzero(there.reshape(len(there), -1).any(1))
-    if not len(rows):
-        raise DataError("y is missing in all rows; expected at least one observation")
-    return rows
-
-
-def miscalibrated(
-    scores: Mapping[str, Interval], floor: Mapping[str, Interval], *, away: bool
-) -> str | None:
+def miscalibrated(scores: Mapping[str, Interval], mass: Mass, *, away: bool) -> str | None:
     """Say what is bad about the probabilities of some rows; None where nothing is.
 
     Central 90% intervals cover less than 0.85 or, in distribution, more than 0.95; or the expected
@@ -213,14 +218,15 @@ def miscalibrated(
 
     Args:
         scores: Numbers of criterion C by name.
-        floor: What they are on data drawn from the predictive itself.
+        mass: What they are of.
         away: Whether the rows are out of distribution, where wide intervals are no fault.
     """
     coverage, ece = scores.get("coverage_90"), scores.get("ece")
     if coverage is not None:
-        least, most = LEVEL - COVERAGE_TOLERANCE, 1.0 if away else LEVEL + COVERAGE_TOLERANCE
+        least = LEVEL - COVERAGE_TOLERANCE
+        most = 1.0 if away or mass.discrete else LEVEL + COVERAGE_TOLERANCE
         if coverage.high < least or coverage.low > most:
             return f"90% intervals cover {coverage}"
-    if ece is not None and ece.low > max(LARGEST_ECE, floor["ece"].high):
+    if ece is not None and ece.low > max(LARGEST_ECE, mass.floor["ece"].high):
         return f"the calibration error is {ece}"
     return None

@@ -338,7 +338,7 @@ def _verdict(
     bad = None
     for where in (ID, name):
         scores = {k[2]: value for k, value in numbers.items() if k[:2] == ("C", where)}
-        found = miscalibrated(scores, masses[where].floor, away=where != ID)
+        found = miscalibrated(scores, masses[where], away=where != ID)
         if bad is None and found is not None:
             bad = f"{found} on {where!r}"
     signal = numbers["A", name, "auroc_epistemic"]
@@ -348,10 +348,14 @@ def _verdict(
 def _table(numbers: Mapping[tuple[str, str, str], Interval]) -> "pd.DataFrame":
     import pandas as pd
 
-    index = pd.MultiIndex.from_tuples(list(numbers), names=["criterion", "inputs", "number"])
+    # Criteria by letter; sets and numbers in the order in which they came.
+    levels = [
+        pd.Categorical(level, sorted(set(level)) if k == 0 else list(dict.fromkeys(level)))
+        for k, level in enumerate(zip(*numbers, strict=True))
+    ]
+    index = pd.MultiIndex.from_arrays(levels, names=["criterion", "inputs", "number"])
     rows = [(v.value, v.low, v.high) for v in numbers.values()]
-    frame = pd.DataFrame(rows, index=index, columns=["value", "low", "high"])
-    return frame.sort_index(level="criterion", sort_remaining=False, kind="stable")
+    return pd.DataFrame(rows, index=index, columns=["value", "low", "high"]).sort_index()
 
 
 def _variance(
