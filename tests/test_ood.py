@@ -163,6 +163,7 @@ def test_bad_intervals_away_count_only_where_y_is_known(case):
     known = check_ood(model, exact, x, y, {"far": (away, wrong)}, **CLOSE)
     assert known.verdict == "miscalibrated"
     assert "on 'far'" in known.reason
+    assert list(known.faults) == ["far"]
     unknown = check_ood(model, exact, x, y, {"far": away}, **CLOSE)
     assert unknown.verdict == "sound"
     assert ("C", "far", "nll") not in unknown.table.index

@@ -209,7 +209,13 @@ def _of_classes(
     )
 
 
-def miscalibrated(scores: Mapping[str, Interval], mass: Mass, *, away: bool) -> str | None:
+def miscalibrated(
+    scores: Mapping[str, Interval],
+    floor: Mapping[str, Interval],
+    *,
+    away: bool,
+    discrete: bool = False,
+) -> str | None:
     """Say what is bad about the probabilities of some rows; None where nothing is.
 
     Central 90% intervals cover less than 0.85 or, in distribution, more than 0.95; or the expected
@@ -218,15 +224,16 @@ def miscalibrated(scores: Mapping[str, Interval], mass: Mass, *, away: bool) -> 
 
     Args:
         scores: Numbers of criterion C by name.
-        mass: What they are of.
+        floor: As in `Mass`.
         away: Whether the rows are out of distribution, where wide intervals are no fault.
+        discrete: Whether y are whole numbers, where they are none either.
     """
     coverage, ece = scores.get("coverage_90"), scores.get("ece")
     if coverage is not None:
         least = LEVEL - COVERAGE_TOLERANCE
-        most = 1.0 if away or mass.discrete else LEVEL + COVERAGE_TOLERANCE
+        most = 1.0 if away or discrete else LEVEL + COVERAGE_TOLERANCE
         if coverage.high < least or coverage.low > most:
             return f"90% intervals cover {coverage}"
-    if ece is not None and ece.low > max(LARGEST_ECE, mass.floor["ece"].high):
+    if ece is not None and ece.low > max(LARGEST_ECE, floor["ece"].high):
         return f"the calibration error is {ece}"
     return None

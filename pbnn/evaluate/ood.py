@@ -53,6 +53,7 @@ class OodReport:
             name of a set) and `number`; columns `value`, `low` and `high`, its 95% bootstrap
             interval. Numbers as in `check_ood`.
         verdicts: What the criteria say of each set out of distribution, by name.
+        faults: What is bad about C in a set, in words, for those where something is.
         scores: Uncertainty scores by set and name, each `(n,)`.
         distances: Distance of each row to its nearest training row, by set; empty without training
             rows.
@@ -63,6 +64,7 @@ class OodReport:
 
     table: "pd.DataFrame"
     verdicts: Mapping[str, Verdict]
+    faults: Mapping[str, str]
     scores: Mapping[str, Mapping[str, Array]]
     distances: Mapping[str, Array]
     effective_rank: float
@@ -203,9 +205,19 @@ def check_ood(
         variance = _variance(
             model, posterior, covariance, {k: rows for k, (rows, _) in sets.items()}, device
         )
+    faults = _faults(numbers, masses)
     return OodReport(
         table=_table(numbers),
-        verdicts={name: _verdict(name, numbers, masses) for name in ood},
+        verdicts={
+            name: judge(
+                numbers["A", name, "auroc_epistemic"],
+                numbers["B", name, "log_ratio"],
+                # What is bad in distribution is bad for each set.
+                faults.get(ID, faults.get(name)),
+            )
+            for name in ood
+        },
+        faults=faults,
         scores=found,
         distances=distances,
         effective_rank=float("nan") if covariance is None else covariance.effective_rank(),
@@ -329,20 +341,17 @@ class _LogRatio:
         return np.where((below == 0) & (above == 0), 0.0, ratio)
 
 
-def _verdict(
-    name: str,
-    numbers: Mapping[tuple[str, str, str], Interval],
-    masses: Mapping[str, Mass],
-) -> Verdict:
-    """Return the verdict on one set; what is bad about C in distribution counts for each."""
-    bad = None
-    for where in (ID, name):
-        scores = {k[2]: value for k, value in numbers.items() if k[:2] == ("C", where)}
-        found = miscalibrated(scores, masses[where], away=where != ID)
-        if bad is None and found is not None:
-            bad = f"{found} on {where!r}"
-    signal = numbers["A", name, "auroc_epistemic"]
-    return judge(signal, numbers["B", name, "log_ratio"], bad)
+def _faults(
+    numbers: Mapping[tuple[str, str, str], Interval], masses: Mapping[str, Mass]
+) -> dict[str, str]:
+    """Return what is bad about C by set, for those where something is."""
+    found = {}
+    for name, mass in masses.items():
+        scores = {k[2]: value for k, value in numbers.items() if k[:2] == ("C", name)}
+        bad = miscalibrated(scores, mass.floor, away=name != ID, discrete=mass.discrete)
+        if bad is not None:
+            found[name] = f"{bad} on {name!r}"
+    return found
 
 
 def _table(numbers: Mapping[tuple[str, str, str], Interval]) -> "pd.DataFrame":
