@@ -33,23 +33,6 @@ def toy():
     return Toy(), x, x[:, 0] - x[:, 1] + 0.1 * torch.randn(30)
 
 
-def test_a_linear_model_is_hit():
-    x, y = linear_data(40, 3)
-    model = Linear(3)
-    mean, covariance = model.exact(x, y)
-    posterior = fit(model, x, y, chains=100, warmup=100, draws=30, dtype=torch.float64)
-    draws = posterior.draws["w"]
-    # Means over chains are independent: 4 standard errors of their mean.
-    for values, exact in (
-        (draws, mean),
-        ((draws[..., 0] - mean[0]) * (draws[..., 1] - mean[1]), covariance[0, 1]),
-        ((draws - mean) ** 2, covariance.diagonal()),
-    ):
-        chain_means = values.mean(1)
-        error = chain_means.std(0) / 10
-        assert ((chain_means.mean(0) - exact).abs() < 4 * error).all()
-
-
 def test_the_posterior_holds_what_a_nuts_fit_knows(toy):
     model, x, y = toy
     posterior = fit(model, x, y, chains=2, warmup=10, draws=6, max_tree_depth=3)

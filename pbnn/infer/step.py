@@ -29,8 +29,9 @@ from pbnn.model import BoundModel, Data
 
 __all__ = ["Divergence", "Estimator", "Step", "compile_where_it_pays", "make_step"]
 
-# Steps from which a trace (0.6 s for a small network) is repaid: Pyro's handlers take 2 ms more.
-_TRACED_FROM = 300
+# Steps from which a trace is repaid: it took as long as 31 to 52 steps through Pyro, for nine pairs
+# of a model and a guide on one core.
+_TRACED_FROM = 50
 # Seconds, rounded from runs of four models of 220 to 430 calls on one core: a call of the traced
 # step; a value that fusion saves to write; what inductor takes for its start, with its import, for
 # each call, and for each of those that it does not fuse.
