@@ -90,7 +90,7 @@ class Space:
         """Return the latent values `(…, dim)` of vectors, and their constants by name."""
         z, *parts = values.split([self.dim, *(s.numel() for s in self.constants.values())], -1)
         pairs = zip(self.constants.items(), parts, strict=True)
-        return z, {name: part.reshape(*part.shape[:-1], *shape) for (name, shape), part in pairs}
+        return z, {name: part.reshape((*part.shape[:-1], *shape)) for (name, shape), part in pairs}
 
     def latent(self, z: Tensor) -> dict[str, Tensor]:
         """Return the unconstrained values of one vector `(dim,)` by site."""
