@@ -56,9 +56,8 @@ def _words(prior: Any) -> str:
     """Return a distribution with its arguments; one that differs between entries is an ellipsis."""
     while isinstance(prior, Independent | ExpandedDistribution):
         prior = prior.base_dist
-    if type(prior) is TransformedDistribution:
-        names = (type(t).__name__.removesuffix("Transform") for t in prior.transforms)
-        return f"{_words(prior.base_dist)} through {', '.join(names).lstrip('_')}"
+    if isinstance(prior, TransformedDistribution) and not prior.arg_constraints:
+        return f"{_words(prior.base_dist)}, transformed"
     arguments = []
     for name in prior.arg_constraints:
         lazy = isinstance(inspect.getattr_static(type(prior), name, None), lazy_property)

@@ -104,7 +104,7 @@ def _moments(draws: Tensor) -> Rule:
     """Return the rule of Normals with the moments of draws `(chain, draw, *site_shape)`."""
 
     def rule(target: Target) -> Mapping[str, Any]:
-        z = biject_to(target.support).inv(draws.flatten(0, 1)).double()
+        z = biject_to(target.support).inv(draws.flatten(0, 1))
         return {"": _normal(target, z.mean(0), z.std(0))}
 
     return rule
@@ -147,9 +147,8 @@ def _given_factor(loc: Tensor, scale: Tensor, loadings: Tensor, factor: str) -> 
 
     def rule(target: Target) -> Mapping[str, Any]:
         root, shape, support = target.root, _unconstrained(target), target.support
-        standard = dist.Normal(target.number(0.0), target.number(1.0))
-        prior = standard.expand(loadings.shape[1:]).to_event(1)
-        setattr(root, factor, PyroSample(prior))
+        noise = dist.Normal(torch.zeros_like(loadings[0]), 1).to_event(1)
+        setattr(root, factor, PyroSample(noise))
         mean, spread, by = (
             f"{target.attribute}_{suffix}" for suffix in ("prior_mean", "prior_scale", "prior_by")
         )
@@ -162,7 +161,7 @@ def _given_factor(loc: Tensor, scale: Tensor, loadings: Tensor, factor: str) -> 
         return {
             "prior_mean": _like(target, loc, shape),
             "prior_scale": _like(target, scale, shape),
-            "prior_by": (scale[:, None] * loadings).to(target.value),
+            "prior_by": scale[:, None] * loadings,
             "": given,
         }
 
@@ -176,9 +175,9 @@ def _matrix(tensors: Mapping[str, Tensor], names: list[str], shapes: Any) -> dic
 
     def weight(target: Target) -> Mapping[str, Any]:
         mean = _like(target, loc[:, :inputs], target.shape)
-        roots = (root.to(target.value) for root in (row, column[:inputs, :inputs]))
+        affine = _MatrixAffine(mean, row, column[:inputs, :inputs])
         noise = dist.Normal(torch.zeros_like(mean), 1).to_event(mean.ndim)
-        return {"": dist.TransformedDistribution(noise, _MatrixAffine(mean, *roots))}
+        return {"": dist.TransformedDistribution(noise, affine)}
 
     def bias(target: Target) -> Mapping[str, Any]:
         attribute = names[0].rpartition(".")[2]
@@ -195,9 +194,9 @@ def _matrix(tensors: Mapping[str, Tensor], names: list[str], shapes: Any) -> dic
 
         return {
             "prior_mean": _like(target, loc[:, inputs], target.shape),
-            "prior_centre": loc[:, :inputs].to(target.value),
-            "prior_by": slope.to(target.value),
-            "prior_tril": (column[inputs, inputs] * row).to(target.value),
+            "prior_centre": loc[:, :inputs],
+            "prior_by": slope,
+            "prior_tril": column[inputs, inputs] * row,
             "": given,
         }
 
@@ -298,7 +297,29 @@ def _on_support(normal: Any, support: constraints.Constraint) -> Any:
         plain = plain.base_constraint
     if plain is constraints.real:
         return normal
-    return dist.TransformedDistribution(normal, [biject_to(support)])
+    return _OnSupport(normal, support)
+
+
+class _OnSupport(dist.TransformedDistribution):  # type: ignore[misc]
+    """A Normal taken to a support, which it keeps: a bijection that ends in a shift forgets it.
+
+    Args:
+        normal: Normal of the unconstrained values, one event.
+        support: The support.
+    """
+
+    def __init__(self, normal: Any, support: constraints.Constraint) -> None:
+        self._support = support
+        super().__init__(normal, [biject_to(support)])
+
+    @property
+    def support(self) -> constraints.Constraint:
+        """The support."""
+        return self._support
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> "_OnSupport":
+        """Return the distribution with a larger batch shape."""
+        return _OnSupport(self.base_dist.expand(batch_shape), self._support)
 
 
 def _like(target: Target, value: Tensor, shape: torch.Size) -> Tensor:
@@ -307,4 +328,4 @@ def _like(target: Target, value: Tensor, shape: torch.Size) -> Tensor:
             f"site {target.name!r} has {value.numel()} values in the posterior and "
             f"{shape.numel()} in this model; build the model with the options of that fit"
         )
-    return value.reshape(shape).to(target.value)
+    return value.reshape(shape)
