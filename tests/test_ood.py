@@ -276,6 +276,8 @@ def test_what_is_refused(case):
         check_ood(model, exact, x, y, {"far": x}, scores=["entropy"])
     with pytest.raises(DataError, match="the density needs x_train"):
         check_ood(model, exact, x, y, {"far": x}, scores=["density"])
+    with pytest.raises(DataError, match="layer 'fc1' is for the score 'density'"):
+        check_ood(model, exact, x, y, {"far": x}, layer="fc1")
     report = check_ood(model, exact, x, y, {"far": x}, **CLOSE)
     with pytest.raises(DataError, match="no number"):
         report.interval("A", "far", "auroc_entropy")

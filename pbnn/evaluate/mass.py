@@ -15,10 +15,9 @@ from pbnn.evaluate.calibration import (
     CalibrationError,
     CoverageCurve,
     brier_score,
-    crps_samples,
     negative_log_likelihood,
-    pit_samples,
 )
+from pbnn.evaluate.crps import crps_samples, pit_samples
 from pbnn.infer.posterior import Posterior
 from pbnn.model import Data, Model
 from pbnn.prediction import Prediction, predict, predictive

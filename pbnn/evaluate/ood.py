@@ -15,13 +15,13 @@ from torch import Tensor
 
 from pbnn.errors import DataError, ModelError, PbnnWarning
 from pbnn.evaluate.arrays import Array
-from pbnn.evaluate.bootstrap import Interval, Mean, Median, Statistic, bootstrap, bootstrap_all
+from pbnn.evaluate.bootstrap import Interval
 from pbnn.evaluate.convergence import probe_rows
+from pbnn.evaluate.criteria import direction, error_signal, mass_numbers, signal
 from pbnn.evaluate.features import FeatureDensity
-from pbnn.evaluate.field import Slope, distance_to_training
+from pbnn.evaluate.field import distance_to_training
 from pbnn.evaluate.linearised import linearised_variance
 from pbnn.evaluate.mass import Mass, mass_of, miscalibrated
-from pbnn.evaluate.ranking import Detection, RankCorrelation, spearman
 from pbnn.evaluate.scores import combined, uncertainty_scores
 from pbnn.evaluate.verdict import ORDER, Verdict, judge
 from pbnn.front_door import bind
@@ -40,6 +40,7 @@ __all__ = ["ID", "OodReport", "check_ood"]
 ID = "id"
 """Name of the rows in distribution, among the sets of inputs."""
 
+Key = tuple[str, str, str]  # criterion, inputs, number
 # Rows of each set of which the linearised variance is split, at most.
 VARIANCE_ROWS = 200
 
@@ -165,17 +166,7 @@ def check_ood(
         DataError: Data cannot be used as they are, a set is empty, or a score is not there.
         ModelError: The posterior is not one of this model.
     """
-    if not ood:
-        raise DataError("no rows out of distribution; expected {name: rows, …}")
-    if ID in ood:
-        raise DataError(f"the set {ID!r} is the rows of x; choose another name")
-    sets = {ID: (x, y), **{name: _pair(given) for name, given in ood.items()}}
-    sets = {name: (indexable(rows), _observations(seen)) for name, (rows, seen) in sets.items()}
-    for name, (rows, _) in sets.items():
-        if not leaves(rows) or len(leaves(rows)[0][1]) == 0:
-            raise DataError(f"the set {name!r} has no rows; expected at least one")
-    if sets[ID][1] is None:
-        raise DataError("y is None; expected the observations of the rows in distribution")
+    sets = _sets(x, y, ood)
     x_train = indexable(x_train)
     place: dict[str, Any] = {"device": device, "progress": progress}
     masses = {
@@ -194,18 +185,11 @@ def check_ood(
     distances = {}
     if x_train is not None:
         distances = {name: distance_to_training(v, x_train) for name, (v, _) in sets.items()}
-    numbers: dict[tuple[str, str, str], Interval] = {}
-    resampling = {"replicates": replicates, "seed": seed}
-    for name in sets:
-        of_set = _numbers(name, found, distances, masses, resampling)
-        numbers |= {(c, name, number): interval for (c, number), interval in of_set.items()}
-    covariance, variance = None, None
-    if posterior.approximation is not None:
-        covariance = GaussianCovariance(posterior.approximation)
-        variance = _variance(
-            model, posterior, covariance, {k: rows for k, (rows, _) in sets.items()}, device
-        )
+    numbers = _numbers(found, distances, masses, replicates=replicates, seed=seed)
     faults = _faults(numbers, masses)
+    known = posterior.approximation or {}
+    covariance = GaussianCovariance(known) if "blocks" in known else None  # of a Gaussian guide
+    inputs = {name: rows for name, (rows, _) in sets.items()}
     return OodReport(
         table=_table(numbers),
         verdicts={
@@ -221,12 +205,27 @@ def check_ood(
         scores=found,
         distances=distances,
         effective_rank=float("nan") if covariance is None else covariance.effective_rank(),
-        variance=variance,
+        variance=None
+        if covariance is None
+        else _variance(model, posterior, covariance, inputs, device),
     )
 
 
-def _pair(given: Data) -> tuple[Data, Data]:
-    return given if isinstance(given, tuple) and len(given) == 2 else (given, None)
+def _sets(x: Data, y: Data, ood: Mapping[str, Data]) -> dict[str, tuple[Data, Tensor | None]]:
+    """Return inputs and observations of each set, those in distribution first."""
+    if not ood:
+        raise DataError("no rows out of distribution; expected {name: rows, …}")
+    if ID in ood:
+        raise DataError(f"the set {ID!r} is the rows of x; choose another name")
+    if y is None:
+        raise DataError("y is None; expected the observations of the rows in distribution")
+    sets = {ID: (x, y)}
+    for name, given in ood.items():
+        sets[name] = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
+    for name, (rows, _) in sets.items():
+        if not leaves(rows) or len(indexable(leaves(rows)[0][1])) == 0:
+            raise DataError(f"the set {name!r} has no rows; expected at least one")
+    return {name: (indexable(rows), _observations(seen)) for name, (rows, seen) in sets.items()}
 
 
 def _observations(y: Data) -> Tensor | None:
@@ -249,7 +248,10 @@ def _scores(
 ) -> dict[str, dict[str, Array]]:
     """Return the scores of each set by name; sums of scores are standardised by training rows."""
     density = None
-    if x_train is not None and (names is None or any("density" in name for name in names)):
+    wants = x_train is not None if names is None else any("density" in name for name in names)
+    if layer is not None and (x_train is None or not wants):
+        raise DataError(f"layer {layer!r} is for the score 'density', which needs x_train, too")
+    if x_train is not None and wants:
         density = FeatureDensity(layer).fit(model, posterior, x_train, device=place["device"])
     all_of = {
         name: uncertainty_scores(
@@ -283,67 +285,29 @@ def _named(scores: Mapping[str, Array], name: str) -> Array:
 
 
 def _numbers(
-    name: str,
     scores: Mapping[str, Mapping[str, Array]],
     distances: Mapping[str, Array],
     masses: Mapping[str, Mass],
-    resampling: Mapping[str, int],
-) -> dict[tuple[str, str], Interval]:
-    """Return the numbers of one set by criterion and name."""
-    mass = masses[name]
-    spread, at_home = scores[name]["epistemic"], scores[ID]["epistemic"]
-    out: dict[tuple[str, str], Interval] = {}
-    if name == ID:
-        assert mass.error is not None
-        assert mass.replicated is not None
-        spread = spread[mass.rows]
-        correlation = RankCorrelation(spread, mass.error)
-        out["A", "spearman_error"] = bootstrap(correlation, len(spread), **resampling)
-        again = np.array([spearman(spread, error) for error in mass.replicated])
-        ends = np.quantile(again, [0.025, 0.975])
-        out["A", "spearman_replicated"] = Interval(float(again.mean()), *map(float, ends))
-    else:
-        sizes = [len(at_home), len(spread)]
-        outside = np.repeat([0.0, 1.0], sizes)
-        signal: dict[str, Statistic] = {}
-        for score, values in scores[name].items():
-            detection = Detection(np.concatenate([scores[ID][score], values]), outside)
-            signal[f"auroc_{score}"] = detection.auroc
-            signal[f"aupr_{score}"] = detection.average_precision
-            signal[f"fpr95_{score}"] = detection.fpr
-        direction: dict[str, Statistic] = {
-            "log_ratio": _LogRatio(Mean(at_home**2), Mean(spread**2), sizes[0]),
-            "log_median_ratio": _LogRatio(Median(at_home), Median(spread), sizes[0]),
-        }
-        if distances:
-            unit = np.sqrt(np.square(at_home).mean()) or 1.0
-            away = np.concatenate([distances[ID], distances[name]])
-            direction["slope"] = Slope(away, np.concatenate([at_home, spread]) / unit)
-        for criterion, statistics in (("A", signal), ("B", direction)):
-            intervals = bootstrap_all(statistics, sizes, **resampling)
-            out |= {(criterion, number): value for number, value in intervals.items()}
-    intervals = bootstrap_all(mass.statistics, len(mass.rows), **resampling)
-    out |= {("C", number): value for number, value in intervals.items()}
-    out |= {("C", f"{number}_replicated"): value for number, value in mass.floor.items()}
+    **resampling: int,
+) -> dict[Key, Interval]:
+    """Return the numbers of all sets."""
+    home = scores[ID]["epistemic"]
+    out: dict[Key, Interval] = {}
+    for name, mass in masses.items():
+        spread = scores[name]["epistemic"]
+        found = {"C": mass_numbers(mass, **resampling)}
+        if name == ID:
+            found["A"] = error_signal(spread, mass, **resampling)
+        else:
+            found["A"] = signal(scores[ID], scores[name], **resampling)
+            apart = (distances[ID], distances[name]) if distances else None
+            found["B"] = direction(home, spread, apart, **resampling)
+        for criterion, numbers in found.items():
+            out |= {(criterion, name, number): value for number, value in numbers.items()}
     return out
 
 
-class _LogRatio:
-    """The log of one sample's number over that of another; 0 where both are 0."""
-
-    def __init__(self, below: Statistic, above: Statistic, cut: int) -> None:
-        self._below, self._above, self._cut = below, above, cut
-
-    def __call__(self, counts: Array) -> Array:
-        below, above = self._below(counts[:, : self._cut]), self._above(counts[:, self._cut :])
-        with np.errstate(divide="ignore", invalid="ignore"):
-            ratio = np.log(above) - np.log(below)
-        return np.where((below == 0) & (above == 0), 0.0, ratio)
-
-
-def _faults(
-    numbers: Mapping[tuple[str, str, str], Interval], masses: Mapping[str, Mass]
-) -> dict[str, str]:
+def _faults(numbers: Mapping[Key, Interval], masses: Mapping[str, Mass]) -> dict[str, str]:
     """Return what is bad about C by set, for those where something is."""
     found = {}
     for name, mass in masses.items():
@@ -354,7 +318,7 @@ def _faults(
     return found
 
 
-def _table(numbers: Mapping[tuple[str, str, str], Interval]) -> "pd.DataFrame":
+def _table(numbers: Mapping[Key, Interval]) -> "pd.DataFrame":
     import pandas as pd
 
     # Criteria by letter; sets and numbers in the order in which they came.
