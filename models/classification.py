@@ -5,7 +5,7 @@
     y_n   ~ Categorical(logits = f(x_n))
 
 Change: width, depth, activation and the prior scales, by keyword.
-Use another file when the classes are ordered, or when y is a count.
+Use ordinal.py when the classes are ordered, counts.py when y is a count, convnet.py for images.
 """
 
 import itertools
