@@ -39,7 +39,7 @@ class _Ordered:
 
     def totals(self, values: Array) -> Array:
         """Return the sums of values `(replicates, n)` over each group of equal scores."""
-        ordered = values[:, self._order]
+        ordered = np.take(values, self._order, axis=1)
         if len(self._starts) == self.rows:
             return ordered
         totals: Array = np.add.reduceat(ordered, self._starts, axis=1)
@@ -84,32 +84,33 @@ class Detection:
         # From the highest score down, as a threshold falls.
         self._ordered = _Ordered(-score)
 
-    def _found(self, counts: Array | None) -> tuple[Array, Array]:
-        """Return true and false positives at and above each threshold, `(replicates, groups)`."""
+    def _groups(self, counts: Array | None) -> tuple[Array, Array]:
+        """Return positives and negatives of each group of equal scores, `(replicates, groups)`."""
         counts = _once(counts, len(self._labels))
-        true = self._ordered.totals(counts * self._labels).cumsum(1)
-        both = self._ordered.totals(counts).cumsum(1)
-        return true, both - true
+        positives = self._ordered.totals(counts * self._labels)
+        return positives, self._ordered.totals(counts) - positives
 
     def auroc(self, counts: Array | None = None) -> Array:
         """Return the probability that a positive row scores above a negative one, ties half.
 
         (Mann & Whitney 1947; Fawcett 2006, "An introduction to ROC analysis", section 7.)
         """
-        true, false = self._found(counts)
-        below = false[:, -1:] - false
-        tied = np.diff(false, axis=1, prepend=0.0)
-        pairs = (np.diff(true, axis=1, prepend=0.0) * (below + tied / 2)).sum(1)
-        return _ratio(pairs, true[:, -1] * false[:, -1])
+        positives, negatives = self._groups(counts)
+        above = negatives.cumsum(1)
+        total = above[:, -1].copy()
+        above -= negatives / 2
+        found = positives.sum(1)
+        pairs = found * total - np.einsum("rg,rg->r", positives, above)
+        return _ratio(pairs, found * total)
 
     def average_precision(self, counts: Array | None = None) -> Array:
         """Return the area under the precision-recall curve, Σ (R_k − R_(k−1)) P_k.
 
         By steps, without interpolation, which would be too good (Davis & Goadrich 2006).
         """
-        true, false = self._found(counts)
-        precision = _ratio(true, true + false, 0.0)
-        area = (np.diff(true, axis=1, prepend=0.0) * precision).sum(1)
+        positives, negatives = self._groups(counts)
+        true, false = positives.cumsum(1), negatives.cumsum(1)
+        area = np.einsum("rg,rg->r", positives, _ratio(true, true + false, 0.0))
         return _ratio(area, true[:, -1])
 
     def fpr(self, counts: Array | None = None, *, tpr: float = 0.95) -> Array:
@@ -119,7 +120,7 @@ class Detection:
             counts: Counts of rows.
             tpr: The share, the least true positive rate.
         """
-        true, false = self._found(counts)
+        true, false = (part.cumsum(1) for part in self._groups(counts))
         enough = true >= tpr * true[:, -1:] * (1 - _ROUNDING)
         at = np.take_along_axis(false, enough.argmax(1)[:, None], 1)[:, 0]
         rate = _ratio(at, false[:, -1])
