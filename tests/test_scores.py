@@ -10,6 +10,7 @@ from pyro.nn import PyroModule, PyroSample
 
 from pbnn.errors import DataError
 from pbnn.evaluate.features import FeatureDensity
+from pbnn.evaluate.field import grid_rows, ray_rows
 from pbnn.evaluate.scores import combined, uncertainty_scores
 from pbnn.prediction import predict
 
@@ -85,6 +86,24 @@ def test_a_prediction_at_hand_is_not_made_again(monkeypatch):
     monkeypatch.setattr("pbnn.evaluate.scores.predict", None)
     found = uncertainty_scores(model, posterior, x, prediction=prediction)
     np.testing.assert_array_equal(found["total"], expected["total"])
+
+
+def test_the_field_of_a_linear_model_is_exact():
+    """Along rays from the origin the spread grows in proportion; on a grid it is sqrt(xᵀ S x)."""
+    x, y = linear_data(50, 2)
+    x = x - x.mean(0)
+    model = Linear(2)
+    posterior = prior_posterior(model, x, y)
+    w = posterior.draws["w"][0].double().numpy()
+    covariance = np.cov(w.T, bias=True)
+    rays, away = ray_rows(x, rays=3, points=6)
+    for rows in rays:
+        u = uncertainty_scores(model, posterior, torch.tensor(rows))["epistemic"]
+        np.testing.assert_allclose(u, u[-1] * away / away[-1], rtol=1e-3, atol=1e-5)
+    grid = grid_rows(x, features=(0, 1), points=5)
+    u = uncertainty_scores(model, posterior, torch.tensor(grid))["epistemic"]
+    expected = np.sqrt(((grid @ covariance) * grid).sum(1))
+    np.testing.assert_allclose(u, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_a_density_joins_and_adds_up_by_the_scales_of_the_reference():
