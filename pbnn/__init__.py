@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pbnn.infer.nuts import fit_nuts
     from pbnn.infer.posterior import Posterior
     from pbnn.infer.sgmcmc import fit_sgmcmc
+    from pbnn.infer.subspace import fit_subspace
     from pbnn.infer.svi import fit_svi
     from pbnn.infer.swag import fit_swag
     from pbnn.inference_data import to_inference_data
@@ -48,6 +49,7 @@ _HOMES = {
     "fit_map": "pbnn.infer.map",
     "fit_nuts": "pbnn.infer.nuts",
     "fit_sgmcmc": "pbnn.infer.sgmcmc",
+    "fit_subspace": "pbnn.infer.subspace",
     "fit_svi": "pbnn.infer.svi",
     "fit_swag": "pbnn.infer.swag",
     "load_model": "pbnn.model",
@@ -75,6 +77,7 @@ __all__ = [
     "fit_map",
     "fit_nuts",
     "fit_sgmcmc",
+    "fit_subspace",
     "fit_svi",
     "fit_swag",
     "load_model",
