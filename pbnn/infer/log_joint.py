@@ -106,6 +106,30 @@ class LogJoint:
         self._buffers = buffers
         self.data = (*self.data[: self._count], *self._state(), *self._shifts)
 
+    def curvature(self, point: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Return the gradient of the first lane at a point, and its Hessian times vectors.
+
+        Args:
+            point: A vector `(size,)`.
+
+        Returns:
+            The gradient `(size,)`, and a function from a vector `(size,)` to the Hessian's product
+            with it, by differentiating the gradient again.
+        """
+        own = (v if dim is None else v[0] for v, dim in zip(self.data, self._dims(), strict=True))
+        with isolated(0, point.device), pyro.validation_enabled(False):
+            leaf = point.detach().clone().requires_grad_()
+            value = self._one(leaf, *own)
+            (slope,) = torch.autograd.grad(value, leaf, create_graph=True)
+
+        def product(vector: Tensor) -> Tensor:
+            (found,) = torch.autograd.grad(
+                slope, leaf, vector, retain_graph=True, materialize_grads=True
+            )
+            return found
+
+        return slope.detach(), product
+
     def _set_rows(self, index: Tensor | None) -> None:
         """Set the rows of the next evaluations, `(lanes, batch)`; all rows of the data by None."""
         x, y = self.space.bound.x, self.space.bound.y
@@ -146,46 +170,58 @@ class LogJoint:
         return likelihood + prior
 
     def _mapped(self, values: Tensor, *data: Tensor) -> tuple[Tensor, Tensor]:
-        dims, one = self._dims(), grad_and_value(self._one)
-        if self.lanes > 1:
-            gradient, value = vmap(one, (0, *dims))(values, *data)
-        else:  # an axis of 1 only costs calls
-            own = (v if dim is None else v[0] for v, dim in zip(data, dims, strict=True))
-            gradient, value = (found[None] for found in one(values[0], *own))
+        gradient, value = vmap(grad_and_value(self._one), (0, *self._dims()))(values, *data)
         return gradient, value
+
+    def _alone(self, values: Tensor, *data: Tensor) -> tuple[Tensor, Tensor]:
+        """Do what `_mapped` does for one lane, where an axis of 1 would only cost calls."""
+        own = (v if dim is None else v[0] for v, dim in zip(data, self._dims(), strict=True))
+        gradient, value = grad_and_value(self._one)(values[0], *own)
+        return gradient[None], value[None]
 
     def _lane_by_lane(self, values: Tensor, *data: Tensor) -> tuple[Tensor, Tensor]:
         """Evaluate through Python, one lane after another."""
-        gradient = torch.full_like(values, torch.nan)
-        value = gradient[:, 0].clone()
-        dims = self._dims()
-        for lane, point in enumerate(values):
-            leaf = point.detach().clone().requires_grad_()
-            own = [v if dim is None else v[lane] for v, dim in zip(data, dims, strict=True)]
-            try:
-                with torch.enable_grad():
-                    found = self._one(leaf, *own)
-                (slope,) = torch.autograd.grad(found, leaf, materialize_grads=True)
-            except ModelError:
-                raise
-            except NUMERICAL:
-                continue
-            value[lane], gradient[lane] = found.detach(), slope
-        return gradient, value
+        found = [self._in_python(point, lane, data) for lane, point in enumerate(values)]
+        gradients, log_joints = zip(*found, strict=True)
+        return torch.stack(gradients), torch.stack(log_joints)
+
+    def _in_python(
+        self, point: Tensor, lane: int, data: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor]:
+        own = (v if dim is None else v[lane] for v, dim in zip(data, self._dims(), strict=True))
+        leaf = point.detach().clone().requires_grad_()
+        try:
+            with torch.enable_grad():
+                value = self._one(leaf, *own)
+            (gradient,) = torch.autograd.grad(value, leaf, materialize_grads=True)
+        except ModelError:
+            raise
+        except NUMERICAL:
+            return torch.full_like(point, torch.nan), torch.full_like(point[0], torch.nan)
+        return gradient, value.detach()
 
     def _prepare(self, values: Tensor) -> tuple[FlatGraph | None, Function]:
         """Trace the lanes, and hold the graph against the model where it was not traced."""
+        function = self._mapped if self.lanes > 1 else self._alone
+        lanes = sorted({0, self.lanes - 1})
         try:
             with isolated(0, values.device), torch.no_grad(), pyro.validation_enabled(False):
-                graph = trace(self._mapped, (values, *self.data))
+                # A model that reads its own values would leave one way in the graph; mapped, it
+                # raises.
+                self._mapped(values, *self.data)
+                graph = trace(function, (values, *self.data))
                 shifted = values + _SHIFT * torch.randn_like(values)
-                found, expected = (f(shifted, *self.data) for f in (graph, self._lane_by_lane))
+                found = graph(shifted, *self.data)
+                expected = [self._in_python(shifted[lane], lane, self.data) for lane in lanes]
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             message = str(error).strip() or type(error).__name__
             self.slow_because = message.splitlines()[0][:200]
             return None, self._lane_by_lane
-        if not agree(found, expected):
-            raise FitError("the graph of the log joint gives other numbers than the model itself")
+        for lane, terms in zip(lanes, expected, strict=True):
+            if not agree([value[lane] for value in found], terms):
+                raise FitError(
+                    "the graph of the log joint gives other numbers than the model itself"
+                )
         return graph, graph
