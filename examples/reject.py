@@ -66,10 +66,9 @@ def interval(values: "pd.Series[float]") -> str:
 
 def numbers(report: DecisionReport) -> dict[str, float]:
     """Return what the table shows of one report."""
-    costs = {str(name): float(cost) for name, cost in report.costs["cost"].items()}
     return {
-        **costs,
-        "reviewed": float(report.costs.loc["chosen threshold", "reviewed"]),
+        **{str(k): cost for k, cost in report.costs["cost"].to_dict().items()},
+        "reviewed": report.costs["reviewed"].to_dict()["chosen threshold"],
         "good among reviewed": report.good_among_reviewed,
         "accuracy of the rest": report.accuracy,
         "ECE": report.ece.value,
@@ -86,7 +85,8 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="tiny sizes")
     arguments = parser.parse_args()
     seeds = 2 if arguments.smoke else arguments.seeds
-    rows, first = [], {}
+    rows: list[dict[str, Any]] = []
+    first: dict[str, DecisionReport] = {}
     for road in ROADS[:2] if arguments.smoke else ROADS:
         for seed in range(seeds):
             rule_file = arguments.out / f"rule_{road}_{seed}.json"
@@ -94,9 +94,10 @@ def main() -> None:
             first.setdefault(road, report)
             rows.append({"road": road, **numbers(report), "verdict": report.verdict})
     table = pd.DataFrame(rows)
-    fit_for = table.pop("verdict").eq("fit for decisions").groupby(table["road"]).sum()
+    passed = table.pop("verdict").eq("fit for decisions")
     shown = table.groupby("road", sort=False).agg(interval).T
-    shown.loc["passes the gate"] = [f"{fit_for[road]} of {seeds}" for road in shown]
+    counts = [int(passed[table["road"] == road].sum()) for road in first]
+    shown.loc["passes the gate"] = [f"{count} of {seeds}" for count in counts]
     print(f"mean over {seeds} splits, with 95% intervals; costs are those of a row\n")
     print(shown.to_string(), "\n")
     print(f"first split of {ROADS[1]}: {first[ROADS[1]]}\n")
