@@ -342,3 +342,45 @@ def test_images_and_tables_are_taken_as_their_shapes_say():
     ):
         with pytest.raises(ModelError, match=re.escape(message)):
             pbnn.load_model(MODELS / f"{name}.py", **options)
+
+
+# Relevant inputs.
+
+
+def two_of_ten(rows=80):
+    """Return ten inputs and a y that inputs 2 and 7 make."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, 10, generator=generator)
+    y = torch.sin(x[:, 2]) + 0.5 * x[:, 7] + 0.1 * torch.randn(rows, generator=generator)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = pbnn.load_model(MODELS / "ard.py", 10, hidden=4)
+    return model, x, (y - y.mean()) / y.std()
+
+
+def relevances(posterior):
+    """Return the median of each relevance, and the larger ones' indices."""
+    found = posterior.draws["layers.0.weight_relevance"].flatten(0, 1).flatten(1).median(0).values
+    order = found.argsort(descending=True)
+    return found[order], set(order[:2].tolist())
+
+
+@pytest.mark.filterwarnings("ignore::pbnn.errors.ConvergenceWarning")
+def test_ard_finds_the_two_relevant_inputs_of_ten():
+    fit = pbnn.fit_svi(
+        *two_of_ten(), steps=600, lr=0.02, draws=200, compile=False, progress=False
+    )  # fmt: skip
+    found, largest = relevances(fit)
+    assert largest == {2, 7}
+    assert found[1] > 3 * found[2]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pbnn.errors.ConvergenceWarning")
+def test_ard_finds_the_two_relevant_inputs_of_ten_under_nuts():
+    chains = pbnn.fit_nuts(
+        *two_of_ten(), chains=4, warmup=300, draws=300, progress=False, dtype=torch.float64
+    )
+    found, largest = relevances(chains)
+    assert largest == {2, 7}
+    assert found[1] > 3 * found[2]
