@@ -1,4 +1,4 @@
-"""The guide of models/: its code runs, its tables are complete, its messages are those that come."""
+"""The guide of models/: its code runs, its tables are complete, its messages those that come."""
 
 import re
 import warnings
