@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         prior_predictive,
         sample_prior,
     )
+    from pbnn.priors import place_priors
 
 _HOMES = {
     "Costs": "pbnn.evaluate.costs",
@@ -54,6 +55,7 @@ _HOMES = {
     "fit_swag": "pbnn.infer.swag",
     "load_model": "pbnn.model",
     "log_likelihood": "pbnn.prediction",
+    "place_priors": "pbnn.priors",
     "predict": "pbnn.prediction",
     "predictive": "pbnn.prediction",
     "prior_predictive": "pbnn.prediction",
@@ -82,6 +84,7 @@ __all__ = [
     "fit_swag",
     "load_model",
     "log_likelihood",
+    "place_priors",
     "predict",
     "predictive",
     "prior_predictive",

@@ -105,8 +105,8 @@ def test_the_first_pattern_that_matches_wins():
         (
             {"*": priors.normal()},
             ("2.*",),
-            "pattern '2.*' takes nothing: ['2.weight', '2.bias'] went to patterns before it; put "
-            "it first, or leave it out",
+            "pattern '2.*' takes nothing: ['2.weight', '2.bias'] went to patterns before it, or "
+            "are random already, where exact names alone give another prior",
         ),
         (
             {"*": dist.Normal(torch.zeros(2), 1.0)},
@@ -128,6 +128,10 @@ def test_constants_stay_parameters_and_random_attributes_can_get_another_prior()
     priors.place_priors(model, {"network.2.bias": priors.laplace()}, constants="network.0.*")
     assert list(random(model)) == ["network.2.weight", "network.2.bias"]
     assert isinstance(random(model)["network.2.bias"]["fn"].base_dist, dist.Laplace)
+    # A wide pattern leaves alone what is random already: it may be a scale.
+    priors.place_priors(model, {"*": priors.student_t()})
+    assert isinstance(random(model)["network.2.bias"]["fn"].base_dist, dist.Laplace)
+    assert isinstance(random(model)["network.0.bias"]["fn"].base_dist, dist.StudentT)
 
 
 def test_a_distribution_of_the_parameters_own_shape_is_one_event():

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from pyro.nn import PyroModule, PyroSample
@@ -15,6 +15,8 @@ from torch.distributions import constraints
 from pbnn.errors import ModelError
 
 __all__ = ["Prior", "Rule", "Target", "place_priors", "present"]
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -69,14 +71,15 @@ Prior = Rule | torch.distributions.Distribution
 
 
 def place_priors(
-    module: nn.Module, priors: Mapping[str, Prior], *, constants: str | Sequence[str] = ()
-) -> Any:
+    module: Module, priors: Mapping[str, Prior], *, constants: str | Sequence[str] = ()
+) -> Module:
     """Put priors on the parameters of any module, in place.
 
     Each parameter gets the prior of the first pattern that its name matches. The module and all
     within it become PyroModules; the site of a parameter is its path from the outermost module. A
     parameter that several modules share is one site, where it comes first, and elsewhere a
-    deterministic copy. Attributes that are random already can be named too, for another prior.
+    deterministic copy. An attribute that is random already keeps its prior, unless its exact name
+    is among the patterns.
 
     Fits bring priors to their own device and dtype. With Pyro alone, call `module.to(…)` before:
     afterwards it does not reach the numbers inside a prior.
@@ -97,14 +100,16 @@ def place_priors(
     """
     constants = (constants,) if isinstance(constants, str) else tuple(constants)
     patterns = (*priors, *constants)
-    to_pyro_module_(module)
+    # Pyro does not take a module that has run already into another, not even into its own again.
+    if not all(isinstance(part, PyroModule) for part in module.modules()):
+        to_pyro_module_(module)
     owners: dict[int, Target] = {}
     taken: dict[str, list[Target]] = {pattern: [] for pattern in patterns}
     copies: list[tuple[Target, Target]] = []
     for target, held in _targets(module):
         # Two random attributes may share one distribution, and are two sites all the same.
         owner = owners.setdefault(id(held if isinstance(held, nn.Parameter) else target), target)
-        pattern = next((p for p in patterns if fnmatchcase(target.name, p)), None)
+        pattern = _first(patterns, target.name, exact=not isinstance(held, nn.Parameter))
         if owner is not target:
             copies.append((target, owner))
         elif pattern is not None:
@@ -127,6 +132,13 @@ def place_priors(
         for suffix, part in parts.items():
             _set(target.module, f"{target.attribute}_{suffix}".removesuffix("_"), part)
     return module
+
+
+def _first(patterns: Sequence[str], name: str, *, exact: bool) -> str | None:
+    """Return the first pattern that takes a name."""
+    if exact:
+        return name if name in patterns else None
+    return next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)
 
 
 def _targets(root: nn.Module) -> Iterator[tuple[Target, Any]]:
@@ -172,7 +184,8 @@ def _check_used(taken: Mapping[str, Sequence[Target]], names: Sequence[str]) -> 
             raise ModelError(
                 f"pattern {pattern!r} takes nothing: "
                 + (
-                    f"{matching} went to patterns before it; put it first, or leave it out"
+                    f"{matching} went to patterns before it, or are random already, where exact "
+                    "names alone give another prior"
                     if matching
                     else f"expected a name or pattern among {list(names)}"
                 )
