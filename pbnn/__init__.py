@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pbnn.front_door import check_model
     from pbnn.infer.dropout import fit_dropout
     from pbnn.infer.ensemble import fit_ensemble
+    from pbnn.infer.laplace import fit_laplace
     from pbnn.infer.map import fit_map
     from pbnn.infer.nuts import fit_nuts
     from pbnn.infer.posterior import Posterior
@@ -47,6 +48,7 @@ _HOMES = {
     "fit_ensemble": "pbnn.infer.ensemble",
     "fit_dropout": "pbnn.infer.dropout",
     "fit_decision_rule": "pbnn.evaluate.decision",
+    "fit_laplace": "pbnn.infer.laplace",
     "fit_map": "pbnn.infer.map",
     "fit_nuts": "pbnn.infer.nuts",
     "fit_sgmcmc": "pbnn.infer.sgmcmc",
@@ -76,6 +78,7 @@ __all__ = [
     "fit_decision_rule",
     "fit_dropout",
     "fit_ensemble",
+    "fit_laplace",
     "fit_map",
     "fit_nuts",
     "fit_sgmcmc",
