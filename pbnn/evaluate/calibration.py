@@ -5,20 +5,22 @@ by `pbnn.evaluate.bootstrap.Mean`. Lower is better for all of these but the log 
 """
 
 import math
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
 
 from pbnn.errors import DataError
 from pbnn.evaluate.arrays import Array, column, probabilities_and_classes, same_rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "CalibrationError",
     "CoverageCurve",
     "brier_score",
+    "confidence_bins",
     "coverage_curve",
     "expected_calibration_error",
     "interval_coverage",
@@ -29,7 +31,7 @@ __all__ = [
 ]
 
 
-def log_predictive_density(log_likelihood: Tensor) -> Tensor:
+def log_predictive_density(log_likelihood: "Tensor") -> "Tensor":
     """Return the log of the mean over draws of each row's likelihood.
 
     Never the likelihood of the mean: log p(y | D) = log 1/S Σ_s p(y | θ_s) (Gelman et al. 2014,
@@ -44,6 +46,8 @@ def log_predictive_density(log_likelihood: Tensor) -> Tensor:
     Raises:
         DataError: The shape is another.
     """
+    import torch  # here, so that plots do without it
+
     if log_likelihood.ndim != 3:
         raise DataError(
             f"log_likelihood has shape {tuple(log_likelihood.shape)}; expected (chain, draw, n)"
@@ -124,7 +128,7 @@ class CalibrationError:
         else:
             confidence, right = p.max(1)[None], (p.argmax(1) == classes)[None]
         self._gap = right - confidence
-        self._bin = np.stack([_bins(column, bins, binning) for column in confidence])
+        self._bin = np.stack([confidence_bins(column, bins, binning) for column in confidence])
         self._bins = bins
 
     def __call__(self, counts: Array | None = None) -> Array:
@@ -140,8 +144,14 @@ class CalibrationError:
         return error
 
 
-def _bins(confidence: Array, bins: int, binning: str) -> NDArray[np.int64]:
-    """Return the bin of each confidence; all but the last are half-open, [a, b)."""
+def confidence_bins(confidence: Array, bins: int, binning: str = "width") -> NDArray[np.int64]:
+    """Return the bin of each confidence; all but the last are half-open, [a, b).
+
+    Args:
+        confidence: Probabilities `(n,)`.
+        bins: Number of bins.
+        binning: "width" or "mass", as for `CalibrationError`.
+    """
     if binning == "width":
         inner = np.arange(1, bins) / bins
     else:

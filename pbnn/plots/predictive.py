@@ -9,6 +9,8 @@ from matplotlib.axes import Axes
 from numpy.typing import ArrayLike, NDArray
 
 from pbnn.errors import DataError
+from pbnn.evaluate.calibration import confidence_bins
+from pbnn.evaluate.crps import pit_samples
 from pbnn.inference_data import Container
 from pbnn.plots.figures import BLUE, ORANGE, SERIES, STYLE, WIDE, grid, label, limits, new_axes
 from pbnn.plots.sources import predictive_of, probabilities_of
@@ -107,7 +109,7 @@ def plot_calibration(
     Raises:
         DataError: The draws and y do not fit, or several outputs where one is expected.
     """
-    pit = _pit(*predictive_of(data, y, site, group_name))
+    pit = pit_samples(*predictive_of(data, y, site, group_name))
     first = ax is None or not ax.lines
     ax = ax or new_axes((6.0, 6.0))
     nominal = np.linspace(0, 1, 101)
@@ -164,7 +166,7 @@ def plot_pit(
     Raises:
         DataError: The draws and y do not fit, or several outputs where one is expected.
     """
-    pit = _pit(*predictive_of(data, y, site, group_name))
+    pit = pit_samples(*predictive_of(data, y, site, group_name))
     ax = ax or new_axes(WIDE)
     n, p = len(pit), 1 / bins
     half = 1.96 * np.sqrt(n * p * (1 - p))
@@ -215,7 +217,7 @@ def plot_reliability(
     if not ((p >= 0) & (p <= 1 + 1e-6)).all():
         raise DataError("probabilities lie outside 0 to 1; pass probabilities, not logits")
     confidence, right = p.max(1), p.argmax(1) == y
-    which = np.minimum((confidence * bins).astype(int), bins - 1)
+    which = confidence_bins(confidence, bins)
     counts = np.bincount(which, minlength=bins)
     full = np.flatnonzero(counts)
     centre = np.bincount(which, confidence, bins)[full] / counts[full]
@@ -284,11 +286,6 @@ def plot_posterior_predictive(
         axis.set_xlabel(label(site, units))
     axes[0].legend()
     return axes
-
-
-def _pit(draws: NDArray[Any], y: NDArray[Any]) -> NDArray[Any]:
-    """Fraction of draws below y, ties half, by row."""
-    return np.asarray((draws < y).mean(0) + 0.5 * (draws == y).mean(0))
 
 
 def _wilson(
