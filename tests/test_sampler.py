@@ -23,13 +23,19 @@ def assert_moments(draws, mean, square):
         assert ((chain_means.mean(0) - exact).abs() < 4 * error).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("options", [{}, {"dense_mass": True}, {"pool_mass": True}])
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        ({}, torch.float32),
+        ({"dense_mass": True}, torch.float64),
+        ({"pool_mass": True}, torch.float64),
+    ],
+)
 def test_moments_of_a_normal(options, dtype):
     mean = torch.tensor([1.0, -2.0, 0.5], dtype=dtype)
     factor = torch.tensor([[1.0, 0.0, 0.0], [0.6, 0.8, 0.0], [-0.5, 1.0, 2.0]], dtype=dtype)
     covariance = factor @ factor.T
-    options = Options(warmup=80, draws=20, **options)
+    options = Options(warmup=50, draws=20, **options)
     result = sample(correlated(mean, covariance), starts(200, 3, dtype), options)
     assert result.draws.dtype == dtype
     assert_moments(result.draws, mean, covariance.diagonal() + mean**2)
@@ -73,7 +79,7 @@ def test_energy_is_that_of_marginal_and_transition():
 def test_the_same_seed_gives_the_same_draws_and_another_one_others():
     z = torch.randn(2, 10, dtype=torch.float64)
     runs = [
-        sample(schools, lambda: z, Options(warmup=40, draws=20, seed=seed)).draws
+        sample(schools, lambda: z, Options(warmup=20, draws=8, seed=seed)).draws
         for seed in (3, 3, 4)
     ]
     assert torch.equal(runs[0], runs[1])
@@ -83,7 +89,7 @@ def test_the_same_seed_gives_the_same_draws_and_another_one_others():
 
 def test_a_chain_alone_draws_what_it_draws_in_a_batch():
     z = torch.randn(5, 4, dtype=torch.float64)
-    options = Options(warmup=60, draws=20, rule=SHORT)
+    options = Options(warmup=30, draws=10, rule=SHORT)
     together = sample(funnel, lambda: z, options)
     alone = sample(funnel, lambda: z[3:4], options, numbers=[3])
     assert torch.equal(together.draws[3:4], alone.draws)
@@ -95,20 +101,19 @@ def test_draws_do_not_depend_on_when_the_lanes_are_looked_at(monkeypatch):
     results = []
     for block in (1, 7, 32):
         monkeypatch.setattr(engines, "BLOCK", block)
-        results.append(sample(funnel, lambda: z, Options(warmup=40, draws=10, rule=SHORT)))
+        results.append(sample(funnel, lambda: z, Options(warmup=24, draws=6, rule=SHORT)))
     assert torch.equal(results[0].draws, results[1].draws)
     assert torch.equal(results[0].draws, results[2].draws)
 
 
 def test_no_lane_waits_for_another():
-    options = Options(warmup=200, draws=200)
-    result = sample(schools, starts(16, 10), options)
+    result = sample(schools, starts(16, 10), Options(warmup=0, draws=100, step_size=0.4))
     busiest = int(result.leapfrogs.max())
-    print(f"calls {result.calls}, busiest lane {busiest}, lockstep {result.lockstep_calls}")
     assert result.calls <= 1.05 * busiest
     assert result.lockstep_calls > 1.3 * busiest
 
 
+@pytest.mark.slow  # the short form is in test_posteriordb_nuts
 def test_eight_schools():
     # Reference posterior of posteriordb (10,000 draws of Stan): mean of mu, tau and theta_1.
     result = sample(schools, starts(400, 10), Options(warmup=100, draws=30, target_accept=0.9))
@@ -165,18 +170,18 @@ def test_interrupted_chains_are_cut_to_the_shortest():
     def interrupting(z):
         nonlocal calls
         calls += 1
-        if calls == 500:
+        if calls == 350:
             raise KeyboardInterrupt
         return schools(z)
 
     z = torch.randn(4, 10, dtype=torch.float64)
-    options = Options(warmup=20, draws=100)
+    options = Options(warmup=20, draws=50)
     result = sample(interrupting, lambda: z, options)
     whole = sample(schools, lambda: z, options)
     kept = result.draws.shape[1]
     assert result.interrupted
     assert not whole.interrupted
-    assert 0 < kept < 100
+    assert 0 < kept < 50
     assert torch.equal(result.draws, whole.draws[:, :kept])
     assert all(value.shape == (4, kept) for value in result.stats.values())
 
