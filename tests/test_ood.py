@@ -237,7 +237,7 @@ def test_classes(case):
     assert "calibration error" in wrong.reason
 
 
-def test_several_outputs_missing_values_and_units(case):
+def test_several_outputs_in_the_users_units(case):
     torch.manual_seed(2)
     x = torch.randn(200, 2)
     model, fit = TwoOutputs(), posterior(torch.randn(300, 2, 2))
@@ -247,6 +247,8 @@ def test_several_outputs_missing_values_and_units(case):
     assert plain.interval("C", "id", "coverage_90").value == pytest.approx(0.9, abs=0.06)
     units = Units(loc=np.array([5.0, -1.0]), scale=np.array([10.0, 100.0]))
     scaled = check_ood(model, fit, x, y, {"far": 3 * x}, units=units, **CLOSE)
+    for name, score in scaled.scores["far"].items():
+        np.testing.assert_allclose(score, plain.scores["far"][name], rtol=1e-6)
     shift = np.log(10) + np.log(100)
     assert scaled.interval("C", "id", "nll").value == pytest.approx(
         plain.interval("C", "id", "nll").value + shift

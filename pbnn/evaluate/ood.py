@@ -55,7 +55,7 @@ class OodReport:
             interval. Numbers as in `check_ood`.
         verdicts: What the criteria say of each set out of distribution, by name.
         faults: What is bad about C in a set, in words, for those where something is.
-        scores: Uncertainty scores by set and name, each `(n,)`.
+        scores: Uncertainty scores by set and name, each `(n,)`, in the model's units.
         distances: Distance of each row to its nearest training row, by set; empty without training
             rows.
         effective_rank: (Σλ)² / Σλ² of the covariance of a Gaussian guide; NaN for others.
@@ -177,6 +177,7 @@ def check_ood(
         model,
         posterior,
         {name: (rows, masses[name].prediction) for name, (rows, _) in sets.items()},
+        units,
         x_train,
         scores,
         layer,
@@ -240,7 +241,8 @@ def _observations(y: Data) -> Tensor | None:
 def _scores(
     model: Model,
     posterior: Posterior,
-    sets: Mapping[str, tuple[Data, Prediction | None]],
+    sets: Mapping[str, tuple[Data, Prediction]],
+    units: "Units | None",
     x_train: Data,
     names: Sequence[str] | None,
     layer: str | None,
@@ -255,7 +257,7 @@ def _scores(
         density = FeatureDensity(layer).fit(model, posterior, x_train, device=place["device"])
     all_of = {
         name: uncertainty_scores(
-            model, posterior, rows, prediction=prediction, density=density, **place
+            model, posterior, rows, prediction=prediction, units=units, density=density, **place
         )
         for name, (rows, prediction) in sets.items()
     }

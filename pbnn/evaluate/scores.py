@@ -1,6 +1,7 @@
 """Uncertainty scores of rows, whatever road made the posterior: each is high where it is unsure."""
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,6 +16,9 @@ from pbnn.model import Data, Model, isolated
 from pbnn.prediction import Prediction, predict
 from pbnn.prediction.runner import Runner
 
+if TYPE_CHECKING:
+    from pbnn.data import Units
+
 __all__ = ["combined", "uncertainty_scores"]
 
 
@@ -24,6 +28,7 @@ def uncertainty_scores(
     x: Data,
     *,
     prediction: Prediction | None = None,
+    units: "Units | None" = None,
     density: FeatureDensity | None = None,
     device: str | torch.device | None = None,
     progress: bool = False,
@@ -43,6 +48,8 @@ def uncertainty_scores(
         posterior: Its posterior, from any road.
         x: Input rows `(n, …)`, or a dict of inputs.
         prediction: What `pbnn.predict` returned for these rows, where it is at hand.
+        units: What it was asked to return it in; scores are in the model's own, so that no output
+            counts for more because its unit is smaller.
         density: Density of a layer's features, fitted on training rows.
         device: Where to run.
         progress: Whether to show progress bars on stderr.
@@ -52,13 +59,14 @@ def uncertainty_scores(
         ModelError: The posterior is not one of this model.
     """
     if prediction is None:
+        units = None
         prediction = predict(model, posterior, x, quantiles=(), device=device, progress=progress)
     scores: dict[str, Array] = {}
     if prediction.probabilities is None:
         assert prediction.epistemic_scale is not None
         assert prediction.scale is not None
-        scores["epistemic"] = _over_outputs(prediction.epistemic_scale)
-        scores["total"] = _over_outputs(prediction.scale)
+        scores["epistemic"] = _over_outputs(prediction.epistemic_scale, units)
+        scores["total"] = _over_outputs(prediction.scale, units)
     else:
         assert prediction.entropy is not None
         assert prediction.mutual_information is not None
@@ -75,8 +83,9 @@ def uncertainty_scores(
     return scores
 
 
-def _over_outputs(scale: Tensor) -> Array:
-    root: Array = scale.double().reshape(len(scale), -1).square().mean(1).sqrt().numpy()
+def _over_outputs(scale: Tensor, units: "Units | None") -> Array:
+    own = scale.double().numpy() / (1.0 if units is None else units.scale)
+    root: Array = np.sqrt(np.square(own).reshape(len(own), -1).mean(1))
     return root
 
 
