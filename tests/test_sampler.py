@@ -175,7 +175,7 @@ def test_interrupted_chains_are_cut_to_the_shortest():
         return schools(z)
 
     z = torch.randn(4, 10, dtype=torch.float64)
-    options = Options(warmup=20, draws=50)
+    options = Options(warmup=5, draws=50)
     result = sample(interrupting, lambda: z, options)
     whole = sample(schools, lambda: z, options)
     kept = result.draws.shape[1]
