@@ -34,14 +34,14 @@ def test_ensemble_of_one_is_its_member_and_others_leave_it_alone(toy, unchanged)
     assert not torch.allclose(weights[0], weights[1])
 
 
-def test_many_members_are_trained_in_groups_with_the_same_result(toy, monkeypatch):
-    options = {"members": 3, "steps": 10, "batch_size": 7, "perturb": "anchored", **QUIET}
-    together = pbnn.fit_ensemble(Toy(), *toy, **options)
+def test_many_members_are_trained_in_groups_with_the_same_result(monkeypatch):
+    x, y = linear_data(20, 2)
+    options = {"members": 3, "steps": 10, "batch_size": 7, "perturb": "randomised", **QUIET}
+    together = pbnn.fit_ensemble(Linear(2), x, y, **options)
     monkeypatch.setattr(ensemble, "_LANE_VALUES", 1)
-    apart = pbnn.fit_ensemble(Toy(), *toy, **options)
+    apart = pbnn.fit_ensemble(Linear(2), x, y, **options)
     assert (together.provenance["members_at_once"], apart.provenance["members_at_once"]) == (3, 1)
-    for name, value in together.draws.items():
-        torch.testing.assert_close(apart.draws[name], value, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(apart.draws["w"], together.draws["w"], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("perturb", ["randomised", "anchored"])

@@ -85,6 +85,40 @@ def test_select_chains_and_draws(posterior):
     assert posterior.select().draws["w"].shape == (2, 3, 4)
 
 
+def own_by_draw(posterior):
+    """Return a posterior whose constant and one buffer differ by draw."""
+    own = {"mean": torch.arange(12.0).reshape(2, 3, 2), "count": torch.tensor(7)}
+    constants = {"c": torch.randn(2, 3, 2, generator=torch.Generator().manual_seed(1))}
+    return dataclasses.replace(posterior, constants=constants, buffers=own, per_draw=("c", "mean"))
+
+
+def test_constants_and_buffers_may_differ_by_draw(posterior, tmp_path):
+    whole = own_by_draw(posterior)
+    state = whole.state()
+    assert list(state) == ["c", "mean"]
+    assert torch.equal(state["mean"][3], whole.buffers["mean"][1, 0])
+    assert torch.equal(whole.state(2, 4)["c"], state["c"][2:4])
+    part = whole.select(chains=[1], draws=slice(1, None))
+    assert torch.equal(part.constants["c"], whole.constants["c"][[1], 1:])
+    assert torch.equal(part.buffers["mean"], whole.buffers["mean"][[1], 1:])
+    assert part.buffers["count"] is whole.buffers["count"]
+    loaded = Posterior.load(whole.save(tmp_path / "a.pt"))
+    same(whole, loaded)
+    assert loaded.per_draw == ("c", "mean")
+
+
+def test_file_of_the_first_format_still_loads(posterior, tmp_path):
+    path = posterior.save(tmp_path / "a.pt")
+    record = torch.load(path, weights_only=True)
+    meta = json.loads(record["json"])
+    del meta["per_draw"]  # what format 1 did not have
+    record["json"] = json.dumps({**meta, "format": 1})
+    torch.save(record, path)
+    loaded = Posterior.load(path)
+    same(posterior, loaded)
+    assert loaded.per_draw == ()
+
+
 def test_is_frozen(posterior):
     with pytest.raises(dataclasses.FrozenInstanceError):
         posterior.method = "nuts"
@@ -206,7 +240,10 @@ def flip(path):
         (lambda path: torch.save({"json": Evil()}, path), "not a posterior"),
         (lambda path: torch.save({"a": torch.ones(1)}, path), "not a posterior"),
         (lambda path: torch.save({"json": "{}"}, path), "not a posterior"),
-        (lambda path: torch.save({"json": '{"format": 99}'}, path), "its format is 99, and not one of 1, 2; read it"),
+        (
+            lambda path: torch.save({"json": '{"format": 99}'}, path),
+            "its format is 99, and not one of 1, 2; read it",
+        ),
         (lambda path: torch.save({"json": '{"format": 1}'}, path), "not a posterior"),
     ],
 )

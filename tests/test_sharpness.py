@@ -48,9 +48,9 @@ def test_linear_model_has_its_exact_curvature():
 
 
 def test_sharpness_aware_training_ends_where_the_loss_is_flatter(toy):
-    # Measured over seeds 0 to 4 of this fit: from 2 to 9 times flatter.
+    # Over seeds 0 to 4 of this fit it was 2.8 to 11 times flatter.
     ends = [
-        pbnn.fit_map(Toy(), *toy, steps=300, lr=0.03, sharpness=radius, progress=False)
+        pbnn.fit_map(Toy(), *toy, steps=150, lr=0.03, sharpness=radius, progress=False)
         for radius in (0.0, 0.5)
     ]
     plain, aware = (check_sharpness(Toy(), end, *toy).largest for end in ends)
@@ -61,14 +61,15 @@ def test_mean_of_several_draws_has_batch_statistics_of_its_own():
     x = torch.randn(30, 2)
     options = {"snapshots": 2, "every": 1, "steps": 5, "draws": 3, "progress": False}
     posterior = pbnn.fit_swag(Normed(), x, x[:, 0], **options)
-    found = check_sharpness(Normed(), posterior, x, x[:, 0], radii=(), perturbations=2)
+    found = check_sharpness(Normed(), posterior, x, x[:, 0], radii=(0.1,), perturbations=2)
     assert math.isfinite(found.largest)
-    assert found.increase == ()
 
 
 def test_options_out_of_range_are_refused(toy):
     posterior = pbnn.fit_map(Toy(), *toy, steps=1, progress=False)
     with pytest.raises(DataError, match="perturbations=1; expected at least 2"):
         check_sharpness(Toy(), posterior, *toy, perturbations=1)
+    with pytest.raises(DataError, match="radii is empty"):
+        check_sharpness(Toy(), posterior, *toy, radii=())
     with pytest.raises(DataError, match="radius -1; expected a positive length"):
         check_sharpness(Toy(), posterior, *toy, radii=(-1,))

@@ -102,6 +102,8 @@ def check_sharpness(
         ModelError: The loss is not finite at the point.
         FitError: The posterior is not one of this model.
     """
+    if not radii:
+        raise DataError("radii is empty; expected lengths of perturbations")
     if perturbations < 2:
         raise DataError(f"perturbations={perturbations}; expected at least 2")
     for radius in radii:

@@ -5,7 +5,7 @@ without a prior). Roads that train points, or draw from what training left behin
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -26,6 +26,9 @@ from pbnn.infer.unconstrained import from_flat
 from pbnn.model import BoundModel, isolated
 
 __all__ = ["Points", "Space", "lane_seed"]
+
+# Up to so many points are evaluated through Python: a trace takes as long as 50 runs.
+_FEW = 20
 
 Values = Mapping[str, Tensor]
 Purpose = Literal["start", "rows", "shift", "fit"]
@@ -178,9 +181,16 @@ class Space:
             "constants": {k: v for k, v in varying.items() if k in constants},
             "buffers": {k: v for k, v in varying.items() if k not in constants},
         }
-        density = Density(self.bound, chains=0, compile=False, lanes=lanes if varying else None)
-        with torch.no_grad():
-            lp = density.log_density(z)
+        if len(points) <= _FEW:
+            (lp,) = self._each(self._lane.log_density_alone, points)
+            values = self._each(self._lane.values, points)
+            draws = dict(zip((site.name for site in self.sites), values, strict=True))
+            values = self._each(self._lane.deterministic_values, points)
+            deterministic = dict(zip(self._lane.deterministic, values, strict=True))
+        else:
+            density = Density(self.bound, chains=0, compile=False, lanes=lanes if varying else None)
+            with torch.no_grad():
+                lp = density.log_density(z)
             draws, deterministic = density.constrain(z), density.deterministic(z)
 
         def cpu(values: Values) -> dict[str, Tensor]:
@@ -197,6 +207,17 @@ class Space:
             "buffers": held(self.bound.buffers(), "buffers"),
             "per_draw": tuple(varying),
         }
+
+    def _each(self, function: Callable[..., Any], points: Points) -> tuple[Tensor, ...]:
+        """Apply a function of one lane, its latent values and data, to one point after another."""
+        z, constants = self.split(points.values)
+        state = {**constants, **points.buffers}
+        with isolated(0, z.device), torch.no_grad():
+            rows = [
+                function(z[k], *self._data({name: value[k] for name, value in state.items()}))
+                for k in range(len(z))
+            ]
+        return tuple(torch.stack(parts) for parts in zip(*rows, strict=True))
 
     def _start(self, lane: int, seed: int, init: str | Values) -> Tensor:
         """Return a point with finite log joint for one lane."""
