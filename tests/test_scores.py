@@ -77,6 +77,38 @@ def test_scores_of_numbers_are_their_formulas():
     assert list(scores) == ["epistemic", "total"]
 
 
+class Growing(PyroModule):
+    """A linear model whose noise grows with x."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = PyroSample(dist.Normal(0.0, 1.0).expand([1]).to_event(1))
+
+    def forward(self, x, y=None):
+        f = x @ self.w
+        with pyro.plate("data", x.shape[0]):
+            pyro.sample("y", dist.Normal(f, 0.05 + 0.2 * x[:, 0].abs()), obs=y)
+        return f
+
+
+@pytest.mark.parametrize(("model", "columns"), [(TwoOutputs(), 2), (Growing(), 1)])
+def test_epistemic_and_aleatoric_parts_add_up_to_the_total(model, columns):  # fault 22
+    x = torch.randn(40, columns).double()
+    y = torch.zeros(40, 2).double() if columns == 2 else torch.zeros(40).double()
+    posterior = prior_posterior(model, x, y)
+    scores = uncertainty_scores(model, posterior, x)
+    prediction = predict(model, posterior, x)
+    noise = prediction.aleatoric_scale.reshape(40, -1).square().mean(1)
+    total = scores["epistemic"] ** 2 + noise.numpy()
+    np.testing.assert_allclose(scores["total"] ** 2, total, rtol=0, atol=1e-6)
+    expected = [0.01, 1.0] if columns == 2 else (0.05 + 0.2 * x.abs()) ** 2
+    np.testing.assert_allclose(
+        prediction.aleatoric_scale.reshape(40, -1) ** 2,
+        torch.as_tensor(expected).double().expand(40, columns),
+        rtol=1e-6,
+    )
+
+
 def test_a_prediction_at_hand_is_not_made_again(monkeypatch):
     x, y = linear_data(20, 2)
     model = Linear(2)
