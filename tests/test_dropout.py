@@ -19,7 +19,7 @@ OPTIONS = {"compile": False, "progress": False}
 
 
 class Dropped(Linear):
-    """A linear model with known noise, whose inputs are dropped."""
+    """A linear model with known noise, whose inputs are dropped: in eval mode not, by its code."""
 
     p = 0.4
 
@@ -46,12 +46,6 @@ class ByFunction(Toy):
         return self.fc2(functional.dropout(torch.tanh(self.fc1(x)), 0.3)).squeeze(-1)
 
 
-class ByFunctionInTraining(Toy):
-    def network(self, x):
-        h = functional.dropout(torch.tanh(self.fc1(x)), 0.3, training=self.training)
-        return self.fc2(h).squeeze(-1)
-
-
 class Normed(Toy):
     def __init__(self):
         super().__init__(hidden=8)
@@ -63,7 +57,7 @@ class Normed(Toy):
         return self.fc2(self.drop(torch.tanh(self.norm(self.fc1(x))))).squeeze(-1)
 
 
-MODELS = [ByModule, ByFunction, ByFunctionInTraining, Normed]
+MODELS = [ByModule, ByFunction, Normed]
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +141,7 @@ def test_training_ends_where_the_marginalised_loss_has_its_minimum():
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(200, 3, generator=generator) + 0.5
     y = x @ torch.tensor([1.0, -2.0, 0.5]) + 0.5 * torch.randn(200, generator=generator)
-    posterior = pbnn.fit_dropout(Dropped(3), x, y, steps=1500, draws=2, seed=1, **OPTIONS)
+    posterior = pbnn.fit_dropout(Dropped(3), x, y, steps=800, draws=2, seed=1, **OPTIONS)
     # Srivastava et al. 2014, section 9.1, with a Gaussian prior.
     gram = x.T @ x
     ridge = Dropped.p / (1 - Dropped.p) * gram.diag().diag() + 0.25 * torch.eye(3)

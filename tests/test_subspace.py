@@ -6,7 +6,7 @@ import arviz as az
 import numpy as np
 import pytest
 import torch
-from model_cases import Linear, Toy, linear_data, set_priors
+from model_cases import Linear, Toy, linear_data, prior_posterior, set_priors
 from pyro.nn import PyroModule
 from torch import nn
 
@@ -51,7 +51,7 @@ def slice_of(model, x, y, basis):
 
 
 def test_nuts_on_the_slice_of_a_linear_model_has_its_moments(problem):
-    posterior = fit_plane(problem, draws=200, inner={"chains": 2, "warmup": 80})
+    posterior = fit_plane(problem, draws=150, inner={"chains": 2, "warmup": 70})
     z, basis, _ = z_and_plane(posterior)
     precision, mean = slice_of(*problem, basis)
     covariance = torch.linalg.inv(precision)
@@ -105,18 +105,10 @@ def test_a_guide_serves_the_plane_as_well(problem):
     torch.testing.assert_close(rest, rest[:, :1].expand_as(rest))
 
 
-def path_of(snapshots, model, x, y):
-    """Return a posterior as `fit_swag` would, with hand-made snapshots."""
-    start = {"w": snapshots[-1]}
-    posterior = pbnn.fit_subspace(
-        model, x, y, start=start, basis="random", rank=1, **SHORT, **OPTIONS
-    )
-    return dataclasses.replace(posterior, history={"snapshots": snapshots})
-
-
 def test_principal_axes_are_those_of_the_snapshots(problem):
     snapshots = torch.randn(4, 4, generator=torch.Generator().manual_seed(3)).double()
-    path = path_of(snapshots, *problem)
+    # As `fit_swag` would return them.
+    path = dataclasses.replace(prior_posterior(*problem), history={"snapshots": snapshots})
     found = sweep_subspace(*problem, start=path, ranks=(1, 3), seed=1, **SHORT, **OPTIONS)
     _, basis, origin = z_and_plane(found[3])
     torch.testing.assert_close(origin, snapshots.mean(0))
