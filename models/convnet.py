@@ -2,16 +2,16 @@
 
     h_1   = relu(conv3×3(x))                         width channels
     h_2   = relu(conv3×3(h_1)), every second pixel   2 · width channels
-    h_3   = relu(W h_2 + b)                          hidden units
-    f(x)  = V h_3 + c                                logits
+    h_3   = relu(conv3×3(h_2))                       2 · width channels
+    f(x)  = V mean over pixels of h_3 + c            logits
     weights ~ Normal(0, weight_scale / sqrt(fan in)) biases ~ Normal(0, bias_scale)
     y_n   ~ Categorical(logits = f(x_n))
 
-x is `(n, in_features)` with the pixels of each channel row by row, or `(n, channels, side, side)`.
-Change: width, hidden, channels and the prior scales, by keyword. With relu, weight_scale = sqrt(2)
-keeps the prior scale of f from shrinking layer by layer.
-Do not use it for NUTS but on the smallest images: it has thousands of weights. Local
-reparameterization does not serve a convolution; estimator="flipout" does.
+x is `(n, in_features, height, width)`, of any size; or, with `channels`, a table of pixels.
+Change: width, channels and the prior scales, by keyword. The default weight_scale, sqrt(2), keeps
+the prior scale of f from shrinking layer by layer, since relu halves the mean square.
+Do not run NUTS on more than toy images: there are thousands of weights. Local reparameterization
+does not serve a convolution; estimator="flipout" does.
 """
 
 import math
@@ -26,14 +26,14 @@ from pbnn.priors import normal, place_priors
 
 
 class Model(PyroModule):  # type: ignore[misc]
-    """Convolutional network with two convolutions and two dense layers.
+    """Convolutional network with three convolutions.
 
     Args:
-        in_features: Number of values of an image: channels · side².
+        in_features: Channels of an image; of a table, its number of columns.
         out_features: Number of classes; y holds 0, …, out_features − 1.
-        channels: Channels of an image.
+        channels: Channels of the square images whose pixels are the columns of a table
+            `(n, channels · side²)`, row by row; None for images.
         width: Channels of the first convolution.
-        hidden: Units of the hidden dense layer.
         weight_scale: Prior scale of a weight, times sqrt(fan in).
         bias_scale: Prior scale of a bias.
     """
@@ -43,28 +43,27 @@ class Model(PyroModule):  # type: ignore[misc]
         in_features: int,
         *,
         out_features: int = 2,
-        channels: int = 1,
+        channels: int | None = None,
         width: int = 16,
-        hidden: int = 32,
-        weight_scale: float = 1.0,
+        weight_scale: float = 2**0.5,
         bias_scale: float = 1.0,
     ) -> None:
         super().__init__()
-        side = math.isqrt(in_features // channels)
-        if channels * side**2 != in_features:
-            raise ValueError(f"in_features={in_features} is not channels={channels} times a square")
-        self.image = (channels, side, side)
-        self.conv1 = nn.Conv2d(channels, width, 3, padding=1)
+        self.channels = channels
+        self.conv1 = nn.Conv2d(channels or in_features, width, 3, padding=1)
         self.conv2 = nn.Conv2d(width, 2 * width, 3, stride=2, padding=1)
-        self.dense = nn.Linear(2 * width * math.ceil(side / 2) ** 2, hidden)
-        self.head = nn.Linear(hidden, out_features)
+        self.conv3 = nn.Conv2d(2 * width, 2 * width, 3, padding=1)
+        self.head = nn.Linear(2 * width, out_features)
         place_priors(self, {"*.weight": normal(weight_scale), "*.bias": normal(bias_scale)})
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
         """Return the logits f(x), of shape `(n, out_features)`."""
-        h = relu(self.conv1(x.reshape(-1, *self.image)))
-        h = relu(self.conv2(h)).flatten(1)
-        f: Tensor = self.head(relu(self.dense(h)))
+        h = x
+        if self.channels is not None:
+            side = math.isqrt(x.shape[1] // self.channels)
+            h = x.reshape(len(x), self.channels, side, side)
+        h = relu(self.conv3(relu(self.conv2(relu(self.conv1(h))))))
+        f: Tensor = self.head(h.mean((-2, -1)))
         with pyro.plate("data", x.shape[0]):
             pyro.sample("y", dist.Categorical(logits=f), obs=y)
         return f

@@ -9,7 +9,7 @@
 
 x is a dict: "sequence" `(n, time, in_features)`, padded with any finite numbers, and "length"
 `(n,)`, the number of steps that count: the state at the last of them is gathered, since packed
-sequences cannot be mapped over chains. Or x is a table `(n, in_features)` of `steps` equal parts.
+sequences cannot be mapped over chains. Where all steps count, x may be the sequences alone.
 Change: kind, hidden and the prior scales, by keyword; the likelihood for other targets.
 Do not use it for long sequences: each step becomes nodes of the graph, which then takes long to
 prepare; cut them, or take every kth step.
@@ -31,9 +31,8 @@ class Model(PyroModule):  # type: ignore[misc]
     """Recurrent network with a softmax over classes.
 
     Args:
-        in_features: Number of features of a step; of a table, the number of its columns.
+        in_features: Number of features of a step.
         out_features: Number of classes; y holds 0, …, out_features − 1.
-        steps: Number of steps that the columns of a table hold.
         kind: "gru" or "lstm".
         hidden: Units of the state.
         weight_scale: Prior scale of a weight, times sqrt(fan in).
@@ -45,21 +44,18 @@ class Model(PyroModule):  # type: ignore[misc]
         in_features: int,
         *,
         out_features: int = 2,
-        steps: int = 1,
         kind: Literal["gru", "lstm"] = "gru",
         hidden: int = 32,
         weight_scale: float = 1.0,
         bias_scale: float = 1.0,
     ) -> None:
         super().__init__()
-        if in_features % steps:
-            raise ValueError(f"in_features={in_features} columns are not steps={steps} equal parts")
         if kind not in ("gru", "lstm"):
             raise ValueError(f"kind={kind!r}; expected 'gru' or 'lstm'")
-        self.steps, self.hidden, self.kind = steps, hidden, kind
+        self.hidden, self.kind = hidden, kind
         # torch's own cells cannot be mapped over draws; these have their equations and order.
         gates = {"gru": 3, "lstm": 4}[kind]
-        self.input = nn.Linear(in_features // steps, gates * hidden)
+        self.input = nn.Linear(in_features, gates * hidden)
         self.state = nn.Linear(hidden, gates * hidden)
         self.head = nn.Linear(hidden, out_features)
         place_priors(self, {"*.weight": normal(weight_scale), "*.bias": normal(bias_scale)})
@@ -67,7 +63,7 @@ class Model(PyroModule):  # type: ignore[misc]
     def forward(self, x: Tensor | Mapping[str, Tensor], y: Tensor | None = None) -> Tensor:
         """Return the logits f(x), of shape `(n, out_features)`."""
         if isinstance(x, Tensor):
-            last = self.states(x.reshape(len(x), self.steps, -1))[:, -1]
+            last = self.states(x)[:, -1]
         else:
             index = (x["length"] - 1).reshape(-1, 1, 1).expand(-1, 1, self.hidden)
             last = self.states(x["sequence"]).gather(1, index).squeeze(1)

@@ -6,6 +6,7 @@
     weights ~ Normal(0, weight_scale / sqrt(fan in)) c ~ Normal(0, bias_scale)
     y_n   ~ Categorical(logits = f(x_n))
 
+x is `(n, in_features, height, width)`, of any size; or, with `channels`, a table of pixels.
 n is, by `norm`, filter response normalisation with a learned threshold ("frn", Singh & Krishnan
 2020), which looks at one row alone; or BatchNorm and relu ("batch"). The parameters of n are
 constants: SVI learns them, NUTS runs with `fit_nuts(…, constants=svi.constants)`.
@@ -58,12 +59,13 @@ class Block(nn.Module):
 
 
 class Model(PyroModule):  # type: ignore[misc]
-    """Residual network for square images.
+    """Residual network.
 
     Args:
-        in_features: Number of values of an image: channels · side².
+        in_features: Channels of an image; of a table, its number of columns.
         out_features: Number of classes; y holds 0, …, out_features − 1.
-        channels: Channels of an image.
+        channels: Channels of the square images whose pixels are the columns of a table
+            `(n, channels · side²)`, row by row; None for images.
         width: Channels within.
         blocks: Number of residual blocks.
         norm: "frn" or "batch".
@@ -76,7 +78,7 @@ class Model(PyroModule):  # type: ignore[misc]
         in_features: int,
         *,
         out_features: int = 2,
-        channels: int = 1,
+        channels: int | None = None,
         width: int = 16,
         blocks: int = 2,
         norm: Literal["frn", "batch"] = "frn",
@@ -84,9 +86,6 @@ class Model(PyroModule):  # type: ignore[misc]
         bias_scale: float = 1.0,
     ) -> None:
         super().__init__()
-        side = math.isqrt(in_features // channels)
-        if channels * side**2 != in_features:
-            raise ValueError(f"in_features={in_features} is not channels={channels} times a square")
         if norm not in ("frn", "batch"):
             raise ValueError(f"norm={norm!r}; expected 'frn' or 'batch'")
 
@@ -95,8 +94,8 @@ class Model(PyroModule):  # type: ignore[misc]
                 return FilterResponseNorm(width)
             return nn.Sequential(nn.BatchNorm2d(width), nn.ReLU())
 
-        self.image = (channels, side, side)
-        self.stem = nn.Conv2d(channels, width, 3, padding=1, bias=False)
+        self.channels = channels
+        self.stem = nn.Conv2d(channels or in_features, width, 3, padding=1, bias=False)
         self.blocks = nn.ModuleList(Block(normed(), normed(), width) for _ in range(blocks))
         self.norm = normed()
         self.head = nn.Linear(width, out_features)
@@ -113,7 +112,11 @@ class Model(PyroModule):  # type: ignore[misc]
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
         """Return the logits f(x), of shape `(n, out_features)`."""
-        h = self.stem(x.reshape(-1, *self.image))
+        h = x
+        if self.channels is not None:
+            side = math.isqrt(x.shape[1] // self.channels)
+            h = x.reshape(len(x), self.channels, side, side)
+        h = self.stem(h)
         for block in self.blocks:
             h = block(h)
         f: Tensor = self.head(self.norm(h).mean((-2, -1)))

@@ -19,7 +19,7 @@ class Case:
     Attributes:
         file: Name of the file in `models/`.
         options: Options of `Model`.
-        x: "table", "image", "sequence", "groups" or "none".
+        x: "table", "image", "pixels", "sequence", "padded", "groups" or "none".
         y: "real", "count", "binary", "levels", "cells" or "effects".
         constants: Whether it has parameters without a prior.
     """
@@ -34,18 +34,20 @@ class Case:
         """Return the model, x and y."""
         generator = torch.Generator().manual_seed(0)
         table = torch.randn(ROWS, 3, generator=generator)
-        image = torch.randn(ROWS, 16, generator=generator)
+        image = torch.randn(ROWS, 1, 4, 4, generator=generator)
         sequence = torch.randn(ROWS, 4, 3, generator=generator)
         length = torch.arange(ROWS) % 4 + 1
         real = table[:, 0] - table[:, 1]
         x = {
             "table": table,
             "image": image,
-            "sequence": {"sequence": sequence, "length": length},
+            "pixels": image.flatten(1),
+            "sequence": sequence,
+            "padded": {"sequence": sequence, "length": length},
             "groups": {"x": table, "group": torch.arange(ROWS) % 3},
             "none": None,
         }[self.x]
-        columns = {"image": 16, "none": None}.get(self.x, 3)
+        columns = {"image": 1, "pixels": 16, "none": None}.get(self.x, 3)
         with torch.random.fork_rng():
             torch.manual_seed(0)
             model = pbnn.load_model(MODELS / f"{self.file}.py", columns, **self.options)
@@ -73,14 +75,15 @@ CASES = {
     "multi_output": Case("multi_output", {"hidden": 4}, y="cells"),
     "ard": Case("ard", {"hidden": 4}),
     "hierarchical": Case("hierarchical", {"hidden": 4, "groups": 3}, x="groups"),
-    "convnet": Case("convnet", {"width": 2, "hidden": 4}, x="image", y="binary"),
+    "convnet": Case("convnet", {"width": 2}, x="image", y="binary"),
+    "convnet, table": Case("convnet", {"width": 2, "channels": 1}, x="pixels", y="binary"),
     "resnet": Case("resnet", {"width": 2, "blocks": 1}, x="image", y="binary", constants=True),
     "resnet, BatchNorm": Case(
         "resnet", {"width": 2, "blocks": 1, "norm": "batch"}, x="image", y="binary", constants=True
     ),
-    "recurrent": Case("recurrent", {"hidden": 3}, x="sequence", y="binary"),
-    "recurrent, LSTM": Case("recurrent", {"hidden": 3, "kind": "lstm"}, x="sequence", y="binary"),
-    "recurrent, table": Case("recurrent", {"hidden": 3, "steps": 3}, y="binary"),
+    "recurrent": Case("recurrent", {"hidden": 3}, x="padded", y="binary"),
+    "recurrent, LSTM": Case("recurrent", {"hidden": 3, "kind": "lstm"}, x="padded", y="binary"),
+    "recurrent, unpadded": Case("recurrent", {"hidden": 3}, x="sequence", y="binary"),
     "rank1": Case("rank1", {"hidden": 4}, constants=True),
     "rank1, decay": Case("rank1", {"hidden": 4, "weight_decay": 0.1}, constants=True),
     "lastlayer": Case("lastlayer", {"hidden": 4}, constants=True),

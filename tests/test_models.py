@@ -329,19 +329,25 @@ def test_filter_response_norm_by_hand():
         assert torch.allclose(model.norm(x), (x / scale + 0.1).clamp(min=0.3))
 
 
-def test_images_and_tables_are_taken_as_their_shapes_say():
-    model = pbnn.load_model(MODELS / "convnet.py", 32, channels=2, width=2, hidden=3)
-    assert model.image == (2, 4, 4)
-    for name, options, message in (
-        ("convnet", {"in_features": 15}, "is not channels=1 times a square"),
-        ("resnet", {"in_features": 16, "norm": "layer"}, "norm='layer'; expected 'frn' or 'batch'"),
-        ("recurrent", {"in_features": 7, "steps": 2}, "are not steps=2 equal parts"),
-        ("recurrent", {"in_features": 7, "kind": "rnn"}, "kind='rnn'; expected 'gru' or 'lstm'"),
-        ("counts", {"in_features": 2, "likelihood": "binomial"}, "likelihood='binomial'"),
-        ("ordinal", {"in_features": 2, "out_features": 2}, "expected 3 levels or more"),
-    ):
-        with pytest.raises(ModelError, match=re.escape(message)):
-            pbnn.load_model(MODELS / f"{name}.py", **options)
+def test_a_table_of_pixels_is_the_image_row_by_row():
+    bound, values, _ = at_a_draw("convnet, table")
+    latent = {name: values[name] for name in bound.named("latent")}
+    image = bind(*CASES["convnet"].build(), dtype=torch.float64).run(latent)
+    assert torch.allclose(image.nodes["_RETURN"]["value"], values["_RETURN"])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("resnet", {"norm": "layer"}, "norm='layer'; expected 'frn' or 'batch'"),
+        ("recurrent", {"kind": "rnn"}, "kind='rnn'; expected 'gru' or 'lstm'"),
+        ("counts", {"likelihood": "binomial"}, "likelihood='binomial'; expected poisson or"),
+        ("ordinal", {"out_features": 2}, "out_features=2; expected 3 levels or more"),
+    ],
+)
+def test_options_that_are_not_there_are_told(name, options, message):
+    with pytest.raises(ModelError, match=re.escape(message)):
+        pbnn.load_model(MODELS / f"{name}.py", 2, **options)
 
 
 # Relevant inputs.

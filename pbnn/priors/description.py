@@ -29,7 +29,8 @@ def describe_priors(module: nn.Module) -> str:
         One line for each parameter, `PyroSample` and buffer.
     """
     rows = [("name", "kind", "shape", "prior")]
-    for path, part in module.named_modules():
+    paths = {part: path for path, part in module.named_modules(remove_duplicate=False)}
+    for part, path in paths.items():
         samples = part._pyro_samples if isinstance(part, PyroModule) else {}
         for name, prior in samples.items():
             rows.append((f"{path}.{name}".lstrip("."), *_described(part, prior)))

@@ -1,6 +1,7 @@
 """Where priors go: patterns of names to `PyroSample`s on any module."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
@@ -164,12 +165,16 @@ def _targets(root: nn.Module) -> Iterator[tuple[Target, Any]]:
 
 def present(module: nn.Module, prior: Any) -> Any:
     """Return the distribution of a random attribute, or the tensor that it is computed as."""
-    with torch.random.fork_rng(), torch.no_grad():
+    with _forked(), torch.no_grad():
         return prior if hasattr(prior, "sample") else prior(module)
 
 
+def _forked() -> AbstractContextManager[None]:
+    return torch.random.fork_rng(devices=range(torch.cuda.device_count()))
+
+
 def _value(prior: Any) -> Tensor:
-    with torch.random.fork_rng():
+    with _forked():
         try:
             value: Tensor = prior.sample()
         except NotImplementedError:  # a flat prior

@@ -40,7 +40,7 @@ def from_posterior(posterior: FittedPosterior, *, independent: bool = False) -> 
 
     The model is the one that was fitted, built anew. Of a posterior that is a Gaussian on the
     unconstrained space the prior is the same Gaussian, as in variational continual learning
-    (Nguyen et al. 2018, eq. 4):
+    (Nguyen et al. 2018):
 
     - independent Normals stay so, site by site;
     - S (I + G Gᵀ) S over several sites becomes Normals of scale S about loc + S G u, with one more
@@ -52,8 +52,9 @@ def from_posterior(posterior: FittedPosterior, *, independent: bool = False) -> 
     Gaussian), and with `independent`, each value gets a Normal with its mean and scale.
 
     Args:
-        posterior: A fit, a `pbnn.Posterior` for example. Constants are not among its sites: load
-            them by `model.load_state_dict(dict(posterior.constants), strict=False)`.
+        posterior: A fit, a `pbnn.Posterior` for example. Its constants are not among the sites:
+            name them in `place_priors(…, constants=…)`, and load their values beforehand by
+            `model.load_state_dict(dict(posterior.constants), strict=False)`.
         independent: Whether to keep each value's mean and scale only.
 
     Returns:
