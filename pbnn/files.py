@@ -1,14 +1,33 @@
-"""Writing files so that nothing half-written ever stands under its final name."""
+"""Writing files: nothing half-written under its final name, and where the draws came from."""
 
 import contextlib
+import datetime
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from pbnn._version import __version__
 from pbnn.errors import FileError
 
-__all__ = ["refusal_named", "writing"]
+__all__ = ["origin", "refusal_named", "writing"]
+
+
+def origin(method: str, *, markov: bool) -> dict[str, Any]:
+    """Return what a file of draws says about where they came from, as attributes of the file.
+
+    Args:
+        method: The road, as `Posterior.method`.
+        markov: Whether the draws are Markov chains.
+    """
+    return {
+        "created_at": datetime.datetime.now(datetime.UTC).isoformat(),
+        "inference_library": "pbnn",
+        "inference_library_version": __version__,
+        "pbnn_method": method,
+        "pbnn_markov": int(markov),
+    }
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from torch import Tensor
 from pbnn.errors import ConvergenceWarning, FitError
 from pbnn.infer.density import Density
 from pbnn.infer.svi import fit_svi
+from pbnn.infer.uphill import climb
 from pbnn.model import Model
 
 __all__ = ["INITS", "find_starts"]
@@ -63,7 +64,7 @@ def find_starts(
     if init == "svi":
         return _from_guide(density, model, chains, seed)
     starts = density.initial_prior(chains, seed)
-    return starts if init == "prior" else _climb(density, starts)
+    return starts if init == "prior" else climb(density, starts, steps=_MAP_STEPS, rate=_MAP_RATE)
 
 
 def _by_chain(density: Density, init: Mapping[str, Any], chains: int) -> dict[str, Tensor]:
@@ -104,21 +105,3 @@ def _from_guide(density: Density, model: Model, chains: int, seed: int) -> Tenso
     if guide.provenance.get("ended") == "interrupted":
         raise KeyboardInterrupt("interrupted while the guide was fitted")
     return density.unconstrain({name: value[0] for name, value in guide.draws.items()})
-
-
-def _climb(density: Density, starts: Tensor) -> Tensor:
-    """Go uphill by Adam (Kingma & Ba 2015), each chain for itself; keep each chain's best point."""
-    z, mean, square = starts.clone(), torch.zeros_like(starts), torch.zeros_like(starts)
-    best, best_lp = starts, torch.full_like(starts[:, 0], -torch.inf)
-    for k in range(1, _MAP_STEPS + 1):
-        lp, grad = density.value_and_grad(z)
-        usable = lp.isfinite() & grad.isfinite().all(1)
-        better = usable & (lp > best_lp)
-        best = torch.where(better[:, None], z, best)
-        best_lp = torch.where(better, lp, best_lp)
-        grad = torch.where(usable[:, None], grad, torch.zeros_like(grad))
-        mean = 0.9 * mean + 0.1 * grad
-        square = 0.999 * square + 0.001 * grad**2
-        step = mean / (1 - 0.9**k) / ((square / (1 - 0.999**k)).sqrt() + 1e-8)
-        z = torch.where(usable[:, None], z + _MAP_RATE * step, best)
-    return best

@@ -3,15 +3,14 @@
 Without a model nothing here needs torch.
 """
 
-import datetime
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pbnn._version import __version__
 from pbnn.errors import DataError
+from pbnn.files import origin
 from pbnn.inference_data.containers import Arrays, Container, as_array, build
 from pbnn.inference_data.labels import SAMPLED, UNSAMPLED, feature_coords, row_dims
 
@@ -273,11 +272,7 @@ def _in_units(observed: dict[str, NDArray[Any]], units: "Units | None") -> dict[
 def _marks(posterior: ExportablePosterior) -> dict[str, Any]:
     """What the file as a whole says about itself."""
     return {
-        "created_at": datetime.datetime.now(datetime.UTC).isoformat(),
-        "inference_library": "pbnn",
-        "inference_library_version": __version__,
-        "pbnn_method": posterior.method,
-        "pbnn_markov": posterior.markov,
+        **origin(posterior.method, markov=posterior.markov),
         "pbnn_seconds": posterior.seconds,
         "pbnn_rhat": _RHAT_NOTE[posterior.markov],
         "pbnn_loo": _LOO_NOTE[posterior.markov],

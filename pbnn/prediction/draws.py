@@ -6,7 +6,6 @@ number that it reads, a few times over while it sums them up, whatever the draws
 """
 
 import contextlib
-import datetime
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,9 +17,9 @@ from pyro import poutine
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
-from pbnn._version import __version__
 from pbnn.checks import PLATE, unwrapped
 from pbnn.errors import DataError, ModelError
+from pbnn.files import origin
 from pbnn.infer.posterior import Posterior
 from pbnn.model import Data, Model, isolated
 from pbnn.prediction.file import DrawFile, in_file, map_draws, open_draws
@@ -411,7 +410,8 @@ def _all_draws(
                 "draw": posterior.draws_per_chain,
                 "pred_id" if group == "predictions" else "obs_id": rows_of(x),
             }
-            sink = stack.enter_context(open_draws(Path(out), group, sizes, _marks(posterior)))
+            marks = origin(posterior.method, markov=posterior.markov)
+            sink = stack.enter_context(open_draws(Path(out), group, sizes, marks))
         names: list[str] = []
         for rows in runner.row_blocks(progress=progress):
             values = runner.gather(read, rows)
@@ -455,17 +455,6 @@ class _Memory:
         if self._rows is not None:
             return self._held
         return {name: torch.cat([p[name] for p in self._parts], 1) for name in self._parts[0]}
-
-
-def _marks(posterior: Posterior) -> dict[str, Any]:
-    """What a file of draws says about itself."""
-    return {
-        "created_at": datetime.datetime.now(datetime.UTC).isoformat(),
-        "inference_library": "pbnn",
-        "inference_library_version": __version__,
-        "pbnn_method": posterior.method,
-        "pbnn_markov": int(posterior.markov),
-    }
 
 
 def _loc_scale(units: "Units | None") -> tuple[Tensor | float, Tensor | float]:

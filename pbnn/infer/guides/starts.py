@@ -19,6 +19,7 @@ from pbnn.errors import FitError
 from pbnn.front_door import prior_values
 from pbnn.infer.density import Density
 from pbnn.infer.guides.sites import is_real
+from pbnn.infer.uphill import climb
 from pbnn.model import BoundModel
 
 __all__ = ["STARTS", "Start", "find_start", "init_to_fan_in", "init_to_map", "init_to_values"]
@@ -168,16 +169,7 @@ def init_to_map(bound: BoundModel) -> Start:
         nodes = bound.run({}).nodes
     density = Density(bound, compile=False)
     z = density.unconstrain({name: nodes[name]["value"] for name in bound.named("latent")})
-    best, best_value = z.clone(), -math.inf
-    optimiser = torch.optim.Adam([z.requires_grad_()], lr=_MAP_RATE, maximize=True)
-    for _ in range(_MAP_STEPS):
-        value, grad = density.value_and_grad(z.detach()[None])
-        if not (value.isfinite().all() and grad.isfinite().all()):
-            break
-        if value.item() > best_value:
-            best, best_value = z.detach().clone(), value.item()
-        z.grad = grad[0]
-        optimiser.step()
+    best = climb(density, z[None], steps=_MAP_STEPS, rate=_MAP_RATE)[0]
     return init_to_values(density.constrain(best))
 
 
