@@ -2,6 +2,7 @@ import gc
 import math
 import warnings
 
+import arviz as az
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -160,6 +161,24 @@ def test_the_verdict_names_each_fault_with_its_number():
     assert "R-hat" in verdict(lp=torch.randn(4, 3))[0]
     still = torch.zeros(4, 100)
     assert "R-hat" in verdict(lp=still)[0]
+
+
+def test_five_draws_never_pass_for_converged():
+    """R-hat alone lets one run in some through (fault 11)."""
+    found = [verdict(lp=torch.randn(10, 5)) for _ in range(50)]
+    assert all(len(messages) == 1 for messages in found)
+    assert any("effective sample size of the log density is" in told for (told,) in found)
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.5, 0.9, -0.5])
+def test_effective_sizes_are_those_of_arviz(correlation):
+    noise = torch.randn(4, 500, dtype=torch.float64)
+    lp = noise.clone()
+    for k in range(1, 500):
+        lp[:, k] = correlation * lp[:, k - 1] + noise[:, k]
+    expected = float(az.ess(lp.numpy(), method="mean"))
+    # ArviZ adds half a pair where the sequence is cut, of the size of the noise there.
+    assert nuts._effective_size(lp) == pytest.approx(expected, rel=0.05)
 
 
 def test_parameters_without_a_prior_are_refused_unless_given():

@@ -1,5 +1,6 @@
 """NUTS and HMC on a model and its data: all chains in one batch, ending in a `Posterior`."""
 
+import math
 import os
 import time
 import warnings
@@ -25,6 +26,9 @@ from pbnn.model import BoundModel, Data, Model, isolated
 __all__ = ["fit_nuts", "verdict"]
 
 Values = Mapping[str, Tensor]
+
+# Stan's word for too few: below it R-hat, too, says little.
+_FEWEST_EFFECTIVE = 100
 
 _BLOCK = 256
 """Draws of each chain that are brought to their supports at once."""
@@ -228,11 +232,18 @@ def verdict(stats: Mapping[str, Tensor], options: Options) -> list[str]:
             f"mean acceptance {accept:.2f} is below target_accept={options.target_accept}: the "
             f"step size is not adapted; give a longer warmup (now {options.warmup})"
         )
-    rhat = _split_rhat(stats["lp"])
+    rhat, ess = _split_rhat(stats["lp"]), _effective_size(stats["lp"])
+    now = f"(now {options.warmup} and {options.draws})"
     if not rhat <= 1.05:  # it is NaN where nothing moves
         messages.append(
             f"R-hat of the log density is {rhat:.2f} (expected below 1.05): chains have not "
-            f"converged; give more warmup and draws (now {options.warmup} and {options.draws})"
+            f"converged; give more warmup and draws {now}"
+        )
+    elif not ess >= _FEWEST_EFFECTIVE:
+        messages.append(
+            f"effective sample size of the log density is {ess:.0f} (expected above "
+            f"{_FEWEST_EFFECTIVE}): too few to tell whether chains have converged; give more "
+            f"warmup and draws {now}"
         )
     return messages
 
@@ -246,6 +257,33 @@ def _split_rhat(lp: Tensor) -> float:
     within = parts.var(1).mean()
     between = parts.mean(1).var()
     return float(((half - 1) / half + between / within).sqrt())
+
+
+def _effective_size(lp: Tensor) -> float:
+    """Effective sample size of (chain, draw), of halves of chains; 0 for too few draws.
+
+    Geyer's initial monotone sequence of autocorrelations over all chains (Vehtari et al. 2021,
+    "Rank-normalization, folding, and localization", eqs. 7 to 10).
+    """
+    half = lp.shape[1] // 2
+    if half < 2:
+        return 0.0
+    parts = torch.cat([lp[:, :half], lp[:, -half:]]).double()
+    means = parts.mean(1, keepdim=True)
+    spectrum = torch.fft.rfft(parts - means, 2 * half, dim=1).abs().square()
+    covariance = torch.fft.irfft(spectrum, 2 * half, dim=1)[:, :half].mean(0) / half
+    within = covariance[0] * half / (half - 1)
+    total = covariance[0] + means.var()
+    correlation = 1 - (within - covariance) / total
+    correlation[0] = 1.0
+    even = half // 2 * 2
+    pairs = correlation[:even].reshape(-1, 2).sum(1)
+    ends = (pairs < 0).nonzero()
+    pairs = pairs[: int(ends[0])] if len(ends) else pairs
+    apart = 2 * float(pairs.cummin(0).values.sum()) - 1
+    draws = parts.numel()
+    # Antithetic chains: at most that many more than there are draws, as in Stan.
+    return float(draws / max(apart, 1 / math.log10(draws)))
 
 
 def _check_constants(bound: BoundModel, constants: Values | None) -> None:
