@@ -14,7 +14,7 @@ __all__ = ["Array", "column", "probabilities_and_classes", "same_rows"]
 
 Array = NDArray[np.float64]
 
-# Class probabilities of float32 sum to 1 up to this.
+# Class probabilities of float32 lie between 0 and 1, and sum to 1, up to this.
 _SUM = 1e-3
 
 
@@ -68,7 +68,7 @@ def probabilities_and_classes(
             "expected (n, classes) and (n,) with at least one row"
         )
     # Not "outside": NaN is refused, too.
-    wrong = ~((p >= 0).all(1) & (np.abs(p.sum(1) - 1) <= _SUM))
+    wrong = ~((p >= -_SUM).all(1) & (np.abs(p.sum(1) - 1) <= _SUM))
     if wrong.any():
         row = int(wrong.argmax())
         raise DataError(
@@ -81,4 +81,4 @@ def probabilities_and_classes(
             f"y has values {np.unique(classes)[:10].tolist()}; expected classes from 0 to "
             f"{p.shape[1] - 1}"
         )
-    return p, whole
+    return p.clip(0.0, 1.0), whole

@@ -116,7 +116,12 @@ class OodReport:
             lines.append(f"effective rank of the covariance: {self.effective_rank:.1f}")
         if self.variance is not None:
             lines += ["linearised variance of f:", text(self.variance)]
-        return "\n".join([*lines, text(self.table)])
+        return "\n".join([*lines, self._side_by_side().to_string(na_rep="")])
+
+    def _side_by_side(self) -> "pd.DataFrame":
+        """Return numbers with their intervals in words, one column for each set."""
+        words = self.table.apply(lambda row: str(Interval(*row)), axis=1)
+        return words.unstack("inputs").dropna(how="all")
 
 
 def check_ood(
