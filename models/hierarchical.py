@@ -58,8 +58,8 @@ class Model(PyroModule):  # type: ignore[misc]
         self.activation = getattr(nn.functional, activation)
         widths = [in_features, *[hidden] * depth]
         self.trunk = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(widths))
-        self.head = nn.Linear(hidden, 1)  # of all groups
-        self.groups = nn.Linear(hidden, groups)  # what each group adds, over pool
+        self.head = nn.Linear(widths[-1], 1)  # of all groups
+        self.groups = nn.Linear(widths[-1], groups)  # what each group adds, over pool
         place_priors(
             self,
             {

@@ -53,7 +53,7 @@ class Model(PyroModule):  # type: ignore[misc]
         self.activation = getattr(nn.functional, activation)
         widths = [in_features, *[hidden] * depth]
         self.trunk = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(widths))
-        self.head = nn.Linear(hidden, 1)
+        self.head = nn.Linear(widths[-1], 1)
         place_priors(
             self,
             {"head.weight": normal(weight_scale), "head.bias": normal(bias_scale)},
