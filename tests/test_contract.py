@@ -19,6 +19,12 @@ MODELS = [
     for name in ("classification", "heteroscedastic", "regression")
 ]
 ROADS = ["normal", "lowrank", "kronecker", "nuts"]
+# Roads that are walked on one model only.
+OTHERS = {
+    "map": {"steps": 5},
+    "swag": {"steps": 5, "snapshots": 3, "every": 1, "draws": 4},
+    "ensemble": {"members": 3, "steps": 5, "perturb": "randomised"},
+}
 ROWS = 20
 
 
@@ -120,6 +126,34 @@ def test_one_dtype_throughout(path, road):
         posterior = fitted(path, road, **options)
         floating = [*posterior.draws.values(), posterior.stats["lp"]]
         assert {value.dtype for value in floating} == {dtype}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_other_road_keeps_the_contract(other, tmp_path, unchanged):
+    model, x, y = problem(MODELS[-1])
+    options = {"seed": 3, "compile": False, "progress": False, **OTHERS[other]}
+    with unchanged(model):
+        posterior, again = (getattr(pbnn, f"fit_{other}")(model, x, y, **options) for _ in range(2))
+    table = pbnn.check_model(model, x, y).set_index("site")
+    latent = table[table["kind"] == "latent"]
+    assert list(posterior.draws) == list(latent.index)
+    lead = (posterior.chains, posterior.draws_per_chain)
+    for name, value in posterior.draws.items():
+        assert value.shape == (*lead, *latent.loc[name, "shape"])
+        assert value.dtype == torch.float32
+        assert value.isfinite().all()
+        assert torch.equal(value, again.draws[name])
+    assert {value.shape for value in posterior.stats.values()} == {lead}
+    assert posterior.stats["lp"].isfinite().all()
+    assert posterior.provenance["observed"] == ["y"]
+    assert posterior.provenance["model"]["sha256"] == model.pbnn_source["sha256"]
+    loaded = pbnn.Posterior.load(posterior.save(tmp_path / "fit.pt"))
+    first, second = (
+        pbnn.predict(model, p, x).to_frame().to_numpy(dtype=float) for p in (posterior, loaded)
+    )
+    np.testing.assert_array_equal(first, second)
+    data = pbnn.to_inference_data(loaded, model=model, x=x, y=y)
+    assert {"posterior", "sample_stats", "log_likelihood"} <= set(groups(data))
 
 
 @pytest.mark.cuda
