@@ -133,7 +133,7 @@ def table(name: str, chosen: list[str] | None, smoke: bool, seed: int) -> pd.Dat
             continue
         model = pbnn.load_model(MODELS / file, in_features=data.x_train.shape[1], **options)
         if road == "dropout":
-            model.activation = dropped
+            model.activation = dropped  # type: ignore[assignment]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PbnnWarning)
             try:

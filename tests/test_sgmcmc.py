@@ -9,6 +9,7 @@ from scipy.linalg import solve_discrete_lyapunov
 
 import pbnn
 from pbnn.errors import ConvergenceWarning, FitError
+from pbnn.infer import sgmcmc
 from pbnn.infer.log_joint import LogJoint
 from pbnn.infer.sgmcmc import StepSizes
 
@@ -158,8 +159,26 @@ def test_interrupted_run_keeps_the_draws_so_far(toy, monkeypatch):
     assert posterior.provenance["interrupted"]
 
 
-def test_parameters_without_a_prior_are_named(toy):
+@pytest.mark.filterwarnings("ignore::pbnn.errors.ConvergenceWarning")
+def test_parameters_without_a_prior_are_named_or_frozen(toy):
     model = Toy()
     model.shift = torch.nn.Parameter(torch.zeros(()))
     with pytest.raises(FitError, match="shift"):
         pbnn.fit_sgmcmc(model, *toy, progress=False)
+    given = {"shift": torch.tensor(2.0)}
+    posterior = pbnn.fit_sgmcmc(
+        model, *toy, constants=given, steps=8, cycles=2, draws=2, lr=1e-4, init="prior",
+        compile=False, progress=False,
+    )  # fmt: skip
+    assert float(posterior.constants["shift"]) == 2.0
+
+
+@pytest.mark.filterwarnings("ignore::pbnn.errors.ConvergenceWarning")
+def test_compiling_leaves_the_chains_their_noise(toy, monkeypatch):
+    options = {"steps": 8, "cycles": 2, "draws": 2, "lr": 1e-4, "init": "prior", "progress": False}
+    plain = pbnn.fit_sgmcmc(Toy(), *toy, compile=False, **options)
+    monkeypatch.setattr(sgmcmc, "compile_graph", lambda function, inputs: function)
+    compiled = pbnn.fit_sgmcmc(Toy(), *toy, compile=True, **options)
+    assert compiled.provenance["compiled"]
+    for name, value in plain.draws.items():
+        torch.testing.assert_close(compiled.draws[name], value)

@@ -18,7 +18,7 @@ from pbnn.front_door import bind
 from pbnn.infer.density import Density
 from pbnn.infer.graph import agree, compile_graph, disk_cache
 from pbnn.infer.log_joint import LogJoint
-from pbnn.infer.nuts import _check_constants, _named, _split_rhat, _word
+from pbnn.infer.nuts import _named, _split_rhat, _word
 from pbnn.infer.options import whole_number
 from pbnn.infer.points import Points, Space
 from pbnn.infer.posterior import Posterior, provenance
@@ -184,8 +184,12 @@ def fit_sgmcmc(
         batch_size = whole_number("batch_size", batch_size)
     started = time.perf_counter()
     bound = bind(model, x, y, device=device, dtype=dtype, constants=constants)
-    _check_constants(bound, constants)
-    bound.model.requires_grad_(False)  # constants are frozen, not drawn
+    if free := [name for name in bound.named("constant") if name not in (constants or {})]:
+        raise FitError(
+            f"parameters without a prior: {', '.join(free)}; give them priors, or freeze them: "
+            "`fit_sgmcmc(…, constants=fit_map(model, x, y).constants)`"
+        )
+    bound.model.requires_grad_(False)
     density = Density(bound, chains=chains, compile=False)
     alpha = 1.0 if algorithm == "sgld" else friction
     with isolated(seed, bound.device), pyro.validation_enabled(False), torch.no_grad():
@@ -329,8 +333,9 @@ class _Chains:
             FitError: Inductor cannot compile here, or gives other numbers.
         """
         control = self._z.new_tensor([1e-3, 1e-3])
-        inputs = (self._z, self._v, self._noise(), control, *self.joint.data)
         with isolated(0, self._z.device), torch.no_grad():
+            noise = torch.randn_like(self._z)  # not the chains' own, which is for their steps
+            inputs = (self._z, self._v, noise, control, *self.joint.data)
             with disk_cache():
                 compiled = compile_graph(functionalize(self._eager), inputs)
             found, expected = ([v.clone() for v in inputs] for _ in range(2))
