@@ -11,7 +11,7 @@ from pyro.nn import PyroModule
 from torch import nn
 
 import pbnn
-from pbnn.errors import FitError
+from pbnn.errors import FitError, ModelError
 from pbnn.infer.subspace import sweep_subspace
 
 NOISE, PRIOR = 0.5, 2.0
@@ -100,7 +100,9 @@ def test_a_guide_serves_the_plane_as_well(problem):
     z, basis, _ = z_and_plane(posterior)
     assert not posterior.markov
     assert posterior.method == "subspace svi"
-    assert posterior.stats["log_q"].shape == (1, 10)
+    assert posterior.stats["log_q_subspace"].shape == (1, 10)
+    with pytest.raises(ModelError, match="none of a guide"):
+        pbnn.svi_report(posterior, *problem)
     rest = posterior.stats["lp"] - gaussian(*slice_of(*problem, basis), z)
     torch.testing.assert_close(rest, rest[:, :1].expand_as(rest))
 

@@ -118,8 +118,8 @@ def fit_subspace(
 
     Returns:
         The draws of all sites; those of z are `deterministic["subspace"]`, `(chain, draw, rank)`.
-        `stats` are those of NUTS or of the guide, so that `lp` is the log density of z;
-        `approximation` holds w₀ as `origin` `(size,)` and P as `basis` `(size, rank)`.
+        `stats` are those of NUTS or of the guide: `lp` is the log density of z, and a guide's
+        `log_q_subspace` that of the guide, not of the weights. `approximation` holds w₀ as `origin` `(size,)` and P as `basis` `(size, rank)`.
 
     Raises:
         DataError: The data cannot be used as they are.
@@ -173,7 +173,7 @@ def fit_subspace(
     kept = {k: v for k, v in found.provenance.items() if k in _KEPT}
     return Posterior(
         **fields,
-        stats=found.stats,
+        stats={"log_q_subspace" if k == "log_q" else k: v for k, v in found.stats.items()},
         method=f"subspace {found.method}",
         markov=found.markov,
         seconds=time.perf_counter() - started,
