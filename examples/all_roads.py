@@ -145,6 +145,7 @@ def table(name: str, chosen: list[str] | None, smoke: bool, seed: int) -> pd.Dat
                 print(f"{road}: {error}")
                 continue
         rows[road] = line(model, posterior, data)
+        print(f"{name}, {road}: {posterior.seconds:.0f} s", flush=True)
     return pd.DataFrame.from_dict(rows, orient="index")
 
 

@@ -119,7 +119,8 @@ def fit_subspace(
     Returns:
         The draws of all sites; those of z are `deterministic["subspace"]`, `(chain, draw, rank)`.
         `stats` are those of NUTS or of the guide: `lp` is the log density of z, and a guide's
-        `log_q_subspace` that of the guide, not of the weights. `approximation` holds w₀ as `origin` `(size,)` and P as `basis` `(size, rank)`.
+        `log_q_subspace` that of the guide, not of the weights. `approximation` holds w₀ as `origin`
+        `(size,)` and P as `basis` `(size, rank)`.
 
     Raises:
         DataError: The data cannot be used as they are.
