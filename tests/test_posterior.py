@@ -98,6 +98,9 @@ def test_constants_and_buffers_may_differ_by_draw(posterior, tmp_path):
     assert list(state) == ["c", "mean"]
     assert torch.equal(state["mean"][3], whole.buffers["mean"][1, 0])
     assert torch.equal(whole.state(2, 4)["c"], state["c"][2:4])
+    first = whole.first_state()
+    assert torch.equal(first["c"], whole.constants["c"][0, 0])
+    assert first["count"] is whole.buffers["count"]
     part = whole.select(chains=[1], draws=slice(1, None))
     assert torch.equal(part.constants["c"], whole.constants["c"][[1], 1:])
     assert torch.equal(part.buffers["mean"], whole.buffers["mean"][[1], 1:])

@@ -363,8 +363,7 @@ def _variance(
                 next(iter(y.values())),
                 device=device,
                 dtype=next(iter(posterior.draws.values())).dtype,
-                constants=posterior.constants,
-                buffers=posterior.buffers,
+                constants=posterior.first_state(),
             )
         try:
             total, diagonal = linearised_variance(bound, covariance)

@@ -187,8 +187,9 @@ class Descent:
                 if each is not None:
                     each(done)
                 bar.update()
-        if not bool(self._adam.learned.isfinite().all()):
-            raise FitError(self._fault(len(self.log_joints), self.points.values.isfinite().all(1)))
+        finite = self.points.values.isfinite().all(1)
+        if not bool(finite.all()):
+            raise FitError(self._fault(len(self.log_joints), finite))
 
     def history(self) -> Tensor:
         """Return the log joint before each step, `(steps, lanes)`."""
@@ -249,21 +250,17 @@ class Descent:
 
     def _look(self, start: int) -> None:
         """Refuse log joints that are not finite, from one step on."""
-        recent = torch.stack(self.log_joints[start:])
-        if math.isfinite(float(recent.sum())):
-            return
-        bad = ~recent.isfinite().all(1)
-        step = int(bad.nonzero()[0])
-        raise FitError(self._fault(start + step, recent[step].isfinite()))
+        finite = torch.stack(self.log_joints[start:]).isfinite()
+        bad = finite.all(1).logical_not()
+        if bool(bad.any()):
+            step = int(bad.nonzero()[0])
+            raise FitError(self._fault(start + step, finite[step]))
 
     def _fault(self, step: int, finite: Tensor) -> str:
         """Say which lane went wrong in which step; points stay where it was not finite."""
-        if not bool(finite.logical_not().any()):
-            return f"the log joint was not finite at step {step}; lower lr"
         lane = int(finite.logical_not().nonzero()[0])
-        member = (
-            f" in member {self.joint.first + lane}" if self.joint.first + len(finite) > 1 else ""
-        )
+        several = self.joint.first + len(finite) > 1
+        member = f" in member {self.joint.first + lane}" if several else ""
         site = self.joint.space.culprit(self.points[lane : lane + 1])
         return f"the log joint was not finite at step {step}{member}{site}; lower lr"
 

@@ -264,10 +264,14 @@ class Space:
             for name, value in state.items()
         }
         held = bound.constants() | bound.buffers()
-        if set(state) != set(held):
+        theirs, ours = (
+            {name: tuple(value.shape) for name, value in sorted(values.items())}
+            for values in ({name: value[0] for name, value in state.items()}, held)
+        )
+        if theirs != ours:
             raise FitError(
-                f"start has constants and buffers {', '.join(state) or 'none'}, the model "
-                f"{', '.join(held) or 'none'}; start from a posterior of the same model"
+                f"start has constants and buffers {theirs or 'none'}, the model {ours or 'none'}; "
+                "start from a posterior of the same model"
             )
         self._set({name: value[0] for name, value in state.items()})
         state = {k: v.to(held[k].device, held[k].dtype) for k, v in state.items()}

@@ -98,9 +98,10 @@ class Posterior:
         held = {**self.constants, **self.buffers}
         return {name: held[name].flatten(0, 1)[start:stop] for name in self.per_draw}
 
-    def first(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return constants or buffers as the first draw has them, each `shape`."""
-        return {k: v[0, 0] if k in self.per_draw else v for k, v in values.items()}
+    def first_state(self) -> dict[str, Tensor]:
+        """Return all constants and buffers as the first draw has them, each `shape`."""
+        held = {**self.constants, **self.buffers}
+        return {name: v[0, 0] if name in self.per_draw else v for name, v in held.items()}
 
     def select(
         self, *, chains: Iterable[int] | None = None, draws: slice | Tensor | None = None

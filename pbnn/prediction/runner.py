@@ -94,8 +94,7 @@ class Runner:
             y,
             device=device,
             dtype=self._dtype,
-            constants=posterior.first(posterior.constants),
-            buffers=posterior.first(posterior.buffers),
+            constants=posterior.first_state(),
         )
         self.device = leaves(self.x)[0][1].device
         trace, self.width = self._widest()
@@ -249,7 +248,8 @@ class Runner:
         def block(start: int, stop: int) -> dict[str, Tensor]:
             state = self.posterior.state(start, stop)
             if self.posterior.mask_seed is not None:
-                state[_MASK] = self.posterior.stats[_MASK].flatten()[start:stop]
+                numbers = self.posterior.stats.get(_MASK, torch.arange(self.draws))
+                state[_MASK] = numbers.flatten()[start:stop]
             named = {_STATE + name: value for name, value in state.items()}
             flat = {**self.posterior.flat(start, stop), **named}
             return {name: value.to(self.device) for name, value in flat.items()}
