@@ -11,6 +11,8 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from model_cases import prior_posterior
+from pyro import poutine
 
 import pbnn
 from pbnn.data import Units
@@ -53,6 +55,34 @@ def exported(request, toy, fits, tmp_path_factory):
     data = to_inference_data(fits[request.param], model=model, x=x, y=y, x_new=x[:7])
     path = tmp_path_factory.mktemp("roads") / f"{request.param}.nc"
     return fits[request.param], read_netcdf(write_netcdf(data, path))
+
+
+@pytest.mark.filterwarnings("ignore:Estimated shape parameter")  # of prior draws
+@pytest.mark.parametrize("asked", [True, np.array([2, 4, 6])], ids=["all rows", "some"])
+def test_rows_without_observation_have_no_log_likelihood(asked, toy):
+    """ArviZ would count them as certain; the file says how many it leaves out."""
+
+    def masked(x, y=None):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        f = x @ w
+        with pyro.plate("data", x.shape[0]), poutine.mask(mask=y is None or ~y.isnan()):
+            pyro.sample("y", dist.Normal(f, 1.0), obs=y)
+        return f
+
+    _, x, y = toy
+    gaps = y.masked_fill(torch.arange(30) == 4, torch.nan)
+    posterior = prior_posterior(masked, x, gaps, draws=50, chains=2, markov=True)
+    data = to_inference_data(posterior, model=masked, x=x, y=gaps, log_likelihood=asked)
+    found = group(data, "log_likelihood")
+    rows = [i for i in (range(30) if asked is True else asked) if i != 4]
+    assert found["obs_id"].values.tolist() == rows
+    assert found.attrs["pbnn_rows_without_observation"] == 1
+    assert np.isfinite(found["y"].values).all()
+    assert group(data, "observed_data").sizes["obs_id"] == 30
+    if asked is True:
+        kept = torch.arange(30) != 4
+        whole = to_inference_data(posterior, model=masked, x=x[kept], y=y[kept])
+        assert az.loo(data).elpd_loo == pytest.approx(az.loo(whole).elpd_loo, rel=1e-5)
 
 
 def log_normal(value, loc, scale):

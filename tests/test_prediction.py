@@ -348,8 +348,12 @@ def test_likelihood_of_missing_y(toy):
     gaps = y.masked_fill(torch.arange(30) == 4, torch.nan)
     found = log_likelihood(masked, posterior, x, gaps)
     expected = log_likelihood(masked, posterior, x, y)
-    expected[..., 4] = 0.0
-    torch.testing.assert_close(found, expected)
+    expected[..., 4] = torch.nan
+    torch.testing.assert_close(found, expected, equal_nan=True)
+    density = predict(masked, posterior, x, gaps).log_predictive_density
+    assert density.isnan().nonzero().flatten().tolist() == [4]
+    loader = log_likelihood(masked, posterior, [(x[:3], gaps[:3]), (x[3:], gaps[3:])])
+    torch.testing.assert_close(loader, expected, equal_nan=True)
     with pytest.raises(DataError, match="y is NaN in row 4 and the model does not mask it"):
         log_likelihood(Linear(2), posterior, x, gaps)
 

@@ -110,7 +110,8 @@ def to_inference_data(
         feature_names: Labels of the columns of x, and of the inputs of the first weight matrix;
             those of x by default, where it is a frame.
         units: How y was standardised; y, f and the log densities are then in the user's units.
-        log_likelihood: False for none; an array of row numbers for those rows only.
+        log_likelihood: False for none; an array of row numbers for those rows only. Rows of which
+            nothing was observed have none and are left out; an attribute says how many.
         predictive_draws: Draws of each chain in the predictive groups, evenly spaced; all by
             default, 0 for none.
         seed: Seed of the predictive draws.
@@ -129,6 +130,7 @@ def to_inference_data(
     if feature_names is None and hasattr(x, "columns"):
         feature_names = [str(name) for name in x.columns]
     made: dict[str, ArrayLike] = {}
+    missing = 0
     if predictive_draws is not None and predictive_draws < 0:
         raise DataError(f"predictive_draws={predictive_draws}; expected 0 (for none) or more")
     if isinstance(prior, int):
@@ -149,6 +151,7 @@ def to_inference_data(
                     made |= {f"{group}/draw": kept for group in groups}
         if log_likelihood is not False and x is not None and y is not None:
             rows = None if isinstance(log_likelihood, bool) else _row_numbers(log_likelihood, y)
+            rows, missing = _with_observations(parts["observed_data"], rows)
             parts["log_likelihood"] = _log_likelihood(model, posterior, x, y, rows, options)
             if rows is not None:
                 length = len(next(iter(parts["observed_data"].values())))
@@ -172,7 +175,10 @@ def to_inference_data(
                 "pbnn_markov": posterior.markov,
                 "pbnn_rhat": _RHAT_NOTE[posterior.markov],
             },
-            "log_likelihood": {"pbnn_loo": _LOO_NOTE[posterior.markov]},
+            "log_likelihood": {
+                "pbnn_loo": _LOO_NOTE[posterior.markov],
+                "pbnn_rows_without_observation": missing,
+            },
         },
     )
 
@@ -223,6 +229,19 @@ def _row_numbers(rows: ArrayLike, y: Any) -> NDArray[Any]:
             f"{length - 1}"
         )
     return numbers
+
+
+def _with_observations(
+    observed: Mapping[str, NDArray[Any]], rows: NDArray[Any] | None
+) -> tuple[NDArray[Any] | None, int]:
+    """Return the rows of which something was observed, None for all, and how many are left out."""
+    real = [v.reshape(len(v), -1) for v in observed.values() if np.issubdtype(v.dtype, np.floating)]
+    if len(real) < len(observed):
+        return rows, 0
+    gone = np.isnan(np.concatenate(real, 1)).all(1)
+    asked = np.arange(len(gone)) if rows is None else rows
+    kept = asked[~gone[asked]]
+    return (rows, 0) if len(kept) == len(asked) else (kept, len(asked) - len(kept))
 
 
 def _log_likelihood(

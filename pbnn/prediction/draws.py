@@ -91,6 +91,13 @@ def predict(
     with isolated(seed, runner.device), torch.no_grad():
         for rows in runner.row_blocks(progress=progress):
             found = summarise(runner.gather(read, rows), monte_carlo, quantiles)
+            if "log_predictive_density" in found:
+                gone = _missing(runner, runner.single_observed(), rows)
+                density, error = found["log_predictive_density"]
+                found["log_predictive_density"] = (
+                    density.masked_fill(gone, torch.nan),
+                    error.masked_fill(gone, torch.nan),
+                )
             values.write({name: value[: runner.rows] for name, (value, _) in found.items()})
             mcse.write({name: error[: runner.rows] for name, (_, error) in found.items()})
     return _joined(values.whole(), mcse.whole(), runner, quantiles, units)
@@ -135,8 +142,12 @@ def predictive(
         values = {name: trace.nodes[name]["value"] for name in runner.observed}
         return {**values, "f": trace.nodes["_RETURN"]["value"]}
 
-    def in_units(value: Tensor) -> Tensor:
-        return value * scale + loc if units is not None and value.is_floating_point() else value
+    def in_units(values: dict[str, Tensor], rows: slice) -> dict[str, Tensor]:
+        real = units is not None
+        return {
+            name: value * scale + loc if real and value.is_floating_point() else value
+            for name, value in values.items()
+        }
 
     with isolated(seed, runner.device), torch.no_grad():
         return _all_draws(runner, x, sample, in_units, out, "predictions", progress=progress)
@@ -262,8 +273,9 @@ def log_likelihood(
 ) -> Tensor | dict[str, Tensor]:
     """Return the log-likelihood of each row under each draw, summed over observed sites.
 
-    What the model masks counts as 0. Where only its log mean over draws is wanted, `predict` with y
-    holds no draws.
+    A row whose y is missing (NaN, and masked by the model) has none: it is NaN. What else the model
+    masks counts as 0. Where only its log mean over draws is wanted, `predict` with y holds no
+    draws.
 
     Args:
         model: The model that was fitted.
@@ -295,16 +307,37 @@ def log_likelihood(
 
     def score(trace: poutine.Trace) -> dict[str, Tensor]:
         scores = _scores(trace, runner.observed, shift)
-        return scores if by_site or out is not None else {"joint": _total(scores)}
+        apart = by_site or out is not None
+        return scores if apart else {"joint": torch.stack(list(scores.values())).sum(0)}
+
+    def seen(values: dict[str, Tensor], rows: slice) -> dict[str, Tensor]:
+        missing = {name: _missing(runner, name, rows) for name in values}
+        return {k: v.masked_fill(missing[k], torch.nan) for k, v in values.items()}
 
     with isolated(0, runner.device), torch.no_grad():
-        found = _all_draws(runner, x, score, None, out, "log_likelihood", progress=progress)
+        found = _all_draws(runner, x, score, seen, out, "log_likelihood", progress=progress)
     return found if by_site else _total(found)
 
 
 def _total(scores: Mapping[str, Tensor]) -> Tensor:
+    """Sum over sites; those that are NaN, for want of an observation, are left out."""
     first, *rest = scores.values()
-    return sum(rest, start=first)
+    for other in rest:
+        first = torch.where(first.isnan(), other, first + other.nan_to_num(nan=0.0))
+    return first
+
+
+def _missing(runner: Runner, site: str, rows: slice) -> Tensor:
+    """Return which rows have no observation at a site (at none, if y has no such site)."""
+    if runner.y is None:  # of no rows, one stands in
+        return torch.zeros(rows.stop - rows.start, dtype=torch.bool)
+    y = runner.y if isinstance(runner.y, Mapping) else {runner.observed[0]: runner.y}
+    parts = [y[site]] if site in y else list(y.values())
+    gone = [
+        value[rows].isnan().flatten(1).all(1) if value.ndim > 1 else value[rows].isnan()
+        for value in parts
+    ]
+    return torch.stack(gone).all(0).cpu()
 
 
 def _scores(
@@ -392,7 +425,7 @@ def _all_draws(
     runner: Runner,
     x: Data,
     read: Reader,
-    convert: Callable[[Tensor], Tensor] | None,
+    convert: Callable[[dict[str, Tensor], slice], dict[str, Tensor]] | None,
     out: str | os.PathLike[str] | None,
     group: str,
     *,
@@ -418,7 +451,7 @@ def _all_draws(
             names = list(values)
             if not runner.rows and out is not None:
                 values = {name: value[:, :0] for name, value in values.items()}
-            sink.write({k: v if convert is None else convert(v) for k, v in values.items()})
+            sink.write(values if convert is None else convert(values, rows))
     if isinstance(sink, DrawFile):
         mapped = map_draws(Path(str(out)), group)
         return {name: mapped[in_file(name)] for name in names}

@@ -36,7 +36,7 @@ class Prediction:
         entropy: Entropy of `probabilities`, in nats, `(n,)`.
         mutual_information: `entropy` less the mean entropy of the draws, in nats, `(n,)`.
         log_predictive_density: Log of the mean over draws of the density of y, `(n,)`; where y was
-            given.
+            given, and NaN in rows where it is missing.
         mcse: Monte Carlo standard error of each of these numbers, by the name of the attribute
             ("scale" among them; a quantile's is "q0.05"): how far it would move with other draws.
             Four times the draws halve it.
