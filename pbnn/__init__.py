@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 from pbnn._version import __version__
 
 if TYPE_CHECKING:
+    from pbnn.evaluate.acceptance import check_posterior
     from pbnn.evaluate.comparison import compare
     from pbnn.evaluate.costs import Costs
     from pbnn.evaluate.decision import DecisionRule, fit_decision_rule
     from pbnn.evaluate.decision_report import report_decisions
     from pbnn.evaluate.ood import check_ood
+    from pbnn.evaluate.recipes import mend, rank_sweep
+    from pbnn.evaluate.shift_series import shift_table
     from pbnn.evaluate.svi_report import svi_report
     from pbnn.front_door import check_model
     from pbnn.infer.dropout import fit_dropout
@@ -44,6 +47,7 @@ _HOMES = {
     "Posterior": "pbnn.infer.posterior",
     "check_model": "pbnn.front_door",
     "check_ood": "pbnn.evaluate.ood",
+    "check_posterior": "pbnn.evaluate.acceptance",
     "compare": "pbnn.evaluate.comparison",
     "fit_ensemble": "pbnn.infer.ensemble",
     "fit_dropout": "pbnn.infer.dropout",
@@ -57,12 +61,15 @@ _HOMES = {
     "fit_swag": "pbnn.infer.swag",
     "load_model": "pbnn.model",
     "log_likelihood": "pbnn.prediction",
+    "mend": "pbnn.evaluate.recipes",
     "place_priors": "pbnn.priors",
     "predict": "pbnn.prediction",
     "predictive": "pbnn.prediction",
     "prior_predictive": "pbnn.prediction",
+    "rank_sweep": "pbnn.evaluate.recipes",
     "report_decisions": "pbnn.evaluate.decision_report",
     "sample_prior": "pbnn.prediction",
+    "shift_table": "pbnn.evaluate.shift_series",
     "svi_report": "pbnn.evaluate.svi_report",
     "to_inference_data": "pbnn.inference_data",
 }
@@ -74,6 +81,7 @@ __all__ = [
     "__version__",
     "check_model",
     "check_ood",
+    "check_posterior",
     "compare",
     "fit_decision_rule",
     "fit_dropout",
@@ -87,12 +95,15 @@ __all__ = [
     "fit_swag",
     "load_model",
     "log_likelihood",
+    "mend",
     "place_priors",
     "predict",
     "predictive",
     "prior_predictive",
+    "rank_sweep",
     "report_decisions",
     "sample_prior",
+    "shift_table",
     "svi_report",
     "to_inference_data",
 ]

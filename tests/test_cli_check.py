@@ -134,6 +134,7 @@ def test_a_rule_of_another_posterior_is_refused(fitted, checked, tmp_path, capsy
         (["--ood", "x=noise:much"], "'much'"),
         (["--ood", "=noise"], "expected NAME=FILE"),
         (["--ood", "rotation"], "no images"),
+        (["--dataset", "nowhere.csv"], "--dataset"),
         (["--costs", "1"], "ERROR,REVIEW"),
         (["--costs", "1,5"], "0 < review < error"),
         (["--image", "8"], "HEIGHTxWIDTH"),

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pbnn.data import Dataset, Table
-    from pbnn.evaluate.check import Check
+    from pbnn.evaluate.acceptance import Check
     from pbnn.evaluate.costs import Costs
     from pbnn.plots import Section
     from pbnn.runs import Run
@@ -26,7 +26,7 @@ FAILED = 3
 def run_check(arguments: argparse.Namespace) -> int:
     """Check a posterior of a run; return 0, or 3 where a requirement does not hold."""
     from pbnn.cli.tables import read_again
-    from pbnn.evaluate.check import check_posterior
+    from pbnn.evaluate.acceptance import check_posterior
     from pbnn.plots import write_report
 
     folder, name = _folder_and_posterior(Path(arguments.run), arguments.posterior)

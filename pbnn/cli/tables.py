@@ -1,6 +1,7 @@
 """The table of a run: read as the fit read it, parted from what it never saw."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pbnn.errors import DataError, FileError
@@ -55,12 +56,17 @@ def read_again(run: "Run", dataset: str | None) -> "tuple[Dataset, Table, Table 
         Training and test rows; the table that they come from; and the rows held out.
 
     Raises:
-        FileError: The table is not the one that was fitted.
+        FileError: The table is not there, or not the one that was fitted.
     """
-    from pbnn.data import prepare
+    from pbnn.data import SHIPPED, prepare
 
     settings = {**run.record["settings"]}
     settings["dataset"] = dataset or settings["dataset"]
+    if settings["dataset"] not in SHIPPED and not Path(settings["dataset"]).exists():
+        raise FileError(
+            f"{settings['dataset']}: the table of the run is not there; say where it lies now with "
+            "--dataset"
+        )
     table, outside = read_tables(settings)
     data = prepare(
         table,
