@@ -75,8 +75,10 @@ CASES = {
     "multi_output": Case("multi_output", {"hidden": 4}, y="cells"),
     "ard": Case("ard", {"hidden": 4}),
     "hierarchical": Case("hierarchical", {"hidden": 4, "groups": 3}, x="groups"),
-    "convnet": Case("convnet", {"width": 2}, x="image", y="binary"),
-    "convnet, table": Case("convnet", {"width": 2, "channels": 1}, x="pixels", y="binary"),
+    "convnet": Case("convnet", {"width": 2, "hidden": 4}, x="image", y="binary"),
+    "convnet, table": Case(
+        "convnet", {"width": 2, "hidden": 4, "channels": 1}, x="pixels", y="binary"
+    ),
     "resnet": Case("resnet", {"width": 2, "blocks": 1}, x="image", y="binary", constants=True),
     "resnet, BatchNorm": Case(
         "resnet", {"width": 2, "blocks": 1, "norm": "batch"}, x="image", y="binary", constants=True

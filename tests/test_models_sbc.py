@@ -26,7 +26,7 @@ SITES = {
     "multi_output": ({"hidden": 2}, []),
     "ard": ({"hidden": 2}, ["scale"]),
     "hierarchical": ({"hidden": 2}, ["pool", "scale"]),
-    "convnet": ({"width": 1}, []),
+    "convnet": ({"width": 1, "hidden": 2}, []),
     "resnet": ({"width": 2}, []),
     "recurrent": ({"hidden": 2}, []),
     "rank1": ({"hidden": 3}, ["scale"]),
