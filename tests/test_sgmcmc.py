@@ -11,7 +11,7 @@ import pbnn
 from pbnn.errors import ConvergenceWarning, FitError
 from pbnn.infer import sgmcmc
 from pbnn.infer.log_joint import LogJoint
-from pbnn.infer.sgmcmc import StepSizes
+from pbnn.infer.step_sizes import StepSizes
 
 ROWS, NOISE = 24, 0.5
 
@@ -52,7 +52,8 @@ def test_moments_of_a_gaussian_with_the_bias_of_their_step_size(algorithm, frict
     precision = float(1 / covariance)
     size = 0.5 / precision
     posterior = pbnn.fit_sgmcmc(
-        model, x, y, algorithm=algorithm, friction=friction, schedule="constant", chains=64,
+        model, x, y, algorithm=algorithm, schedule="constant", chains=64,
+        friction=None if algorithm == "sgld" else friction,
         lr=size * ROWS, steps=400, burn_in=0.25, draws=300, batch_size=batch_size, seed=3,
         dtype=torch.float64, compile=False, progress=False,
     )  # fmt: skip
@@ -126,6 +127,9 @@ def test_step_sizes_fall_by_half_a_cosine_and_draws_lie_in_the_noisy_part():
         {"schedule": "cosine"},
         {"algorithm": "hmc"},
         {"friction": 0.0},
+        {"friction": 0.5, "algorithm": "sgld"},
+        {"cycles": 2, "schedule": "constant"},
+        {"cycles": 0},
         {"batch_size": 31},
     ],
     ids=lambda o: next(iter(o)),

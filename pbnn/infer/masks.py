@@ -120,7 +120,12 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def _arguments(
-    x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    x: Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+    *,
+    train: bool = True,
 ) -> tuple[Tensor, float, bool]:
     """Read the arguments that all dropouts share; that of the training mode is of no matter."""
     return x, p, inplace

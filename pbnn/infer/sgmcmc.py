@@ -4,7 +4,6 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -24,78 +23,18 @@ from pbnn.infer.points import Points, Space
 from pbnn.infer.posterior import Posterior, provenance
 from pbnn.infer.starts import find_starts
 from pbnn.infer.step import compile_where_it_pays
+from pbnn.infer.step_sizes import Schedule, StepSizes
 from pbnn.model import Data, Model, isolated
 from pbnn.progress import progress_bar
 
-__all__ = ["Algorithm", "StepSizes", "fit_sgmcmc"]
+__all__ = ["Algorithm", "fit_sgmcmc"]
 
 Algorithm = Literal["sgld", "sghmc"]
-Schedule = Literal["cyclical", "constant"]
 
 # Steps between two looks at the log joint: each look waits for the device.
 _LOOK = 100
-# Values of a layer of 50 units over the draws whose log joint is taken at once.
+# Rows times draws whose log joint is taken at once.
 _HELD = 2**16
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepSizes:
-    """How large each step is, and which of them end in a draw.
-
-    Attributes:
-        steps: Steps of each chain.
-        lr: Largest step size, times rows.
-        schedule: "cyclical" (Zhang et al. 2020, eq. 1) or "constant".
-        cycles: Cycles of the cyclical schedule.
-        burn_in: Share of each cycle, or of the run at constant step size, that gives no draws.
-        draws: Kept draws of each chain.
-    """
-
-    steps: int
-    lr: float
-    schedule: Schedule
-    cycles: int
-    burn_in: float
-    draws: int
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        for name in ("steps", "cycles", "draws"):
-            whole_number(name, getattr(self, name))
-        if not 0 < self.lr < math.inf:
-            raise FitError(f"lr={self.lr}; expected a positive number")
-        if self.schedule not in get_args(Schedule):
-            raise FitError(f"schedule={self.schedule!r}; expected 'cyclical' or 'constant'")
-        if not 0 <= self.burn_in < 1:
-            raise FitError(f"burn_in={self.burn_in}; expected a share of at least 0, below 1")
-        if len(self._sampling()) < self.draws:
-            raise FitError(
-                f"draws={self.draws}, but after burn_in={self.burn_in} a chain has "
-                f"{len(self._sampling())} of its {self.steps} steps left; give more steps"
-            )
-
-    def _place(self, step: int) -> float:
-        """Return how far a step is in its cycle, from 0 to 1."""
-        length = self.steps if self.schedule == "constant" else math.ceil(self.steps / self.cycles)
-        return (step % length) / length
-
-    def _sampling(self) -> list[int]:
-        return [k for k in range(self.steps) if self._place(k) >= self.burn_in]
-
-    def size(self, step: int) -> float:
-        """Return the step size of a step, times rows."""
-        if self.schedule == "constant":
-            return self.lr
-        return self.lr / 2 * (math.cos(math.pi * self._place(step)) + 1)
-
-    def noisy(self, step: int) -> bool:
-        """Whether a step has noise: not in the exploration stage of a cycle."""
-        return self.schedule == "constant" or self._place(step) >= self.burn_in
-
-    def kept(self) -> list[int]:
-        """Return the steps that end in a draw, spread evenly over those after burn-in."""
-        sampling = self._sampling()
-        return [sampling[(k + 1) * len(sampling) // self.draws - 1] for k in range(self.draws)]
 
 
 def fit_sgmcmc(
@@ -106,9 +45,9 @@ def fit_sgmcmc(
     algorithm: Algorithm = "sghmc",
     steps: int = 20_000,
     lr: float = 0.01,
-    friction: float = 0.1,
+    friction: float | None = None,
     schedule: Schedule = "cyclical",
-    cycles: int = 4,
+    cycles: int | None = None,
     burn_in: float = 0.5,
     batch_size: int | None = None,
     chains: int = 4,
@@ -146,15 +85,17 @@ def fit_sgmcmc(
         algorithm: "sghmc", or "sgld" (the same with friction 1).
         steps: Steps of each chain, those before its first draw among them.
         lr: Largest step size, times rows: so it need not change with the number of rows.
-        friction: What part of its velocity SGHMC loses in a step, above 0 and at most 1.
+        friction: What part of its velocity SGHMC loses in a step, above 0 and at most 1; 0.1 by
+            default.
         schedule: "cyclical": each cycle's step size falls from `lr` to 0 by half a cosine, without
             noise at first, to find a mode, and with it later, to sample there; or "constant".
-        cycles: Cycles of the cyclical schedule.
+        cycles: Cycles of the cyclical schedule; 4 by default.
         burn_in: Share of each cycle, or of a run at constant step size, that gives no draws. In a
             cycle it is the part without noise.
         batch_size: Rows in each step; all by default.
         chains: Number of chains; each has its own batches and noise.
-        draws: Kept draws of each chain, spread evenly over the steps after burn-in.
+        draws: Kept draws of each chain, spread evenly over the steps after burn-in. The log joint
+            of each takes a pass over all rows: where these are many, ask for few.
         init: Where chains start; see `pbnn.infer.starts.find_starts`.
         constants: Values of the parameters without a prior, such as `svi.constants`.
         seed: Seed; a chain's draws depend on it and on the chain's index, not on other chains.
@@ -173,12 +114,16 @@ def fit_sgmcmc(
         FitError: An option is out of range, or the log joint is no longer finite.
     """
     chains, seed = whole_number("chains", chains), whole_number("seed", seed, least=0)
-    if algorithm not in get_args(Algorithm):
-        raise FitError(f"algorithm={algorithm!r}; expected 'sghmc' or 'sgld'")
-    if not 0 < friction <= 1:
-        raise FitError(f"friction={friction}; expected a number above 0, at most 1")
+    alpha = _friction(algorithm, friction)
+    if cycles is not None and schedule == "constant":
+        raise FitError("cycles are those of schedule='cyclical'; leave cycles out")
     sizes = StepSizes(
-        steps=steps, lr=lr, schedule=schedule, cycles=cycles, burn_in=burn_in, draws=draws
+        steps=steps,
+        lr=lr,
+        schedule=schedule,
+        cycles=4 if cycles is None else cycles,
+        burn_in=burn_in,
+        draws=draws,
     )
     if batch_size is not None:
         batch_size = whole_number("batch_size", batch_size)
@@ -191,7 +136,6 @@ def fit_sgmcmc(
         )
     bound.model.requires_grad_(False)
     density = Density(bound, chains=chains, compile=False)
-    alpha = 1.0 if algorithm == "sgld" else friction
     with isolated(seed, bound.device), pyro.validation_enabled(False), torch.no_grad():
         start = Points(values=find_starts(density, init, model, chains, seed), buffers={})
         joint = LogJoint(Space(bound), start, batch_size=batch_size, seed=seed)
@@ -221,6 +165,20 @@ def fit_sgmcmc(
         history={"log_joint": run.log_joints.cpu()},
         provenance={**provenance(bound, seed=seed, **settings), **run.account()},
     )
+
+
+def _friction(algorithm: str, friction: float | None) -> float:
+    """Return the friction of an algorithm, checked."""
+    if algorithm not in get_args(Algorithm):
+        raise FitError(f"algorithm={algorithm!r}; expected 'sghmc' or 'sgld'")
+    if algorithm == "sgld":
+        if friction is not None:
+            raise FitError("friction is that of algorithm='sghmc'; leave it out")
+        return 1.0
+    friction = 0.1 if friction is None else friction
+    if not 0 < friction <= 1:
+        raise FitError(f"friction={friction}; expected a number above 0, at most 1")
+    return friction
 
 
 class _Chains:
