@@ -10,7 +10,7 @@
 x is `(n, in_features, height, width)`, of any size; or, with `channels`, a table of pixels.
 Change: width, hidden, channels and the prior scales, by keyword. The default weight_scale, sqrt(2),
 keeps the prior scale of f from shrinking layer by layer, since relu halves the mean square.
-Do not run NUTS on more than toy images: there are thousands of weights. Of SVI's estimators, "local"
+Do not run NUTS on more than toy images: it has thousands of weights. Of SVI's estimators, "local"
 serves the dense layers only, "flipout" the convolutions as well.
 """
 
