@@ -3,11 +3,14 @@
 import math
 import warnings
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from model_cases import Linear, Toy, linear_data
-from pyro.nn import PyroModule, PyroSample
+from pyro.nn import PyroModule, PyroParam, PyroSample
 from test_map import Normed
+from torch.distributions import constraints
 
 import pbnn
 from pbnn.errors import FitError
@@ -73,6 +76,38 @@ def test_constants_and_batch_statistics_are_those_of_each_member():
     posterior = pbnn.fit_ensemble(Normed(), x, x[:, 0], members=2, steps=5, **QUIET)
     assert {"norm2.weight", "norm2.running_mean"} <= set(posterior.per_draw)
     assert posterior.constants["norm2.weight"].shape == (1, 2, 4)
+
+
+class Constants(Linear):
+    """Noise scale and shift are constants, the one of them constrained."""
+
+    def __init__(self):
+        super().__init__(2)
+        self.noise = PyroParam(torch.tensor(0.7), constraint=constraints.positive)
+        self.shift = torch.nn.Parameter(torch.tensor(0.0))
+
+    def forward(self, x, y=None):
+        f = x @ self.w + self.shift
+        noise = self.noise
+        with pyro.plate("data", x.shape[0]):
+            pyro.sample("y", dist.Normal(f, noise), obs=y)
+        return f
+
+
+def test_each_member_predicts_with_its_own_constants():
+    x, y = linear_data(20, 2)
+    options = {"members": 2, "steps": 7, "lr": 0.1, "batch_size": 5, "perturb": "randomised"}
+    posterior = pbnn.fit_ensemble(Constants(), x, y, **options, **QUIET)
+    assert set(posterior.per_draw) == {"noise_unconstrained", "shift"}
+    found = pbnn.log_likelihood(Constants(), posterior, x, y)
+    for member in range(2):
+        c = {name: value[0, member] for name, value in posterior.constants.items()}
+        w = posterior.draws["w"][0, member]
+        noise = dist.Normal(x @ w + c["shift"], c["noise_unconstrained"].exp())
+        expected = noise.log_prob(y)
+        torch.testing.assert_close(found[0, member], expected)
+        lp = expected.sum() + dist.Normal(0.0, 1.0).log_prob(w).sum()
+        torch.testing.assert_close(posterior.stats["lp"][0, member], lp)
 
 
 class Trunk(PyroModule):
@@ -141,9 +176,6 @@ def test_what_does_not_fit_is_refused(toy, options, message):
 
 
 def test_perturbations_that_the_model_has_no_place_for_are_refused(toy):
-    import pyro
-    import pyro.distributions as dist
-
     class Classes(PyroModule):
         def __init__(self):
             super().__init__()

@@ -12,6 +12,7 @@ from torch import nn
 
 import pbnn
 from pbnn.errors import FitError, ModelError
+from pbnn.infer import points
 from pbnn.infer.density import Density
 
 QUICK = {"steps": 30, "progress": False}
@@ -161,6 +162,18 @@ def test_batch_norm_statistics_are_those_of_training_mode_at_the_point(unchanged
     # What was trained is what predicts: f explains y with these statistics.
     longer = fit(model, x, y, steps=200, lr=0.05)
     assert (pbnn.predict(model, longer, x, quantiles=()).mean - y).std() < 0.3 * y.std()
+
+
+def test_many_rows_give_batch_norm_some_of_them_and_other_roads_can_have_its_statistics(
+    monkeypatch,
+):
+    monkeypatch.setattr(points, "_STATISTICS_ROWS", 10)
+    x = torch.randn(39, 2)
+    posterior = fit(Normed(), x, x[:, 0], steps=1)
+    torch.testing.assert_close(posterior.buffers["norm1.running_mean"], x[::4].mean(0))
+    bound = pbnn.front_door.bind(Normed(), x, x[:, 0], constants=posterior.first_state())
+    for name, value in {**bound.constants(), **bound.buffers()}.items():
+        assert torch.equal(value, posterior.first_state()[name])
 
 
 def test_one_row_of_a_channel_has_no_batch_norm_statistics():

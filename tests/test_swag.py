@@ -2,6 +2,8 @@
 
 import math
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from model_cases import Linear, Toy, linear_data
@@ -175,9 +177,6 @@ def test_what_does_not_fit_is_refused(toy, linear):
 
 
 def test_model_without_rows_is_refused():
-    import pyro
-    import pyro.distributions as dist
-
     def model(x, y=None):
         mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
         pyro.sample("y", dist.Normal(mean.expand(5), 1.0).to_event(1), obs=y)

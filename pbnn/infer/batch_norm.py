@@ -1,4 +1,4 @@
-"""The statistics of BatchNorm layers as a function of the weights: those of all training rows."""
+"""The statistics of BatchNorm layers as a function of the weights: those of the training rows."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -57,8 +57,10 @@ def fit_map(
     differ where a scale is learned: of a noise scale by the order of 1 / rows. The density of a
     hierarchical scale has no maximum either way, so a model with one ends wherever `steps` do.
 
-    Statistics of BatchNorm layers are constants in each step; from the training rows they are
-    recomputed at the start, every 10 steps (or pass over the rows), and for the final point.
+    Statistics of BatchNorm layers are constants in each step; from the training rows (at most
+    4,096, evenly spaced) they are recomputed at the start, every 10 steps or pass over the rows,
+    and for the final point. Other roads take them as they find them; those of the point go on with
+    `fit_nuts(…, constants=point.first_state())`.
 
     Args:
         model: A Pyro model `(x, y=None)` with its rows in plate `data`.

@@ -30,6 +30,9 @@ __all__ = ["Points", "Space", "lane_seed"]
 # Up to so many points are evaluated through Python: a trace takes as long as 50 runs.
 _FEW = 20
 
+# Rows that BatchNorm statistics are taken from: all layers hold them at once.
+_STATISTICS_ROWS = 4096
+
 Values = Mapping[str, Tensor]
 Purpose = Literal["start", "rows", "shift", "fit"]
 
@@ -148,7 +151,10 @@ class Space:
         return Points(values=point[None], buffers=buffers)
 
     def points(self, values: Tensor) -> Points:
-        """Return vectors with the statistics of BatchNorm layers recomputed from all rows."""
+        """Return vectors with the statistics of BatchNorm layers recomputed from the rows.
+
+        They are those of all rows up to 4,096, and of so many evenly spaced ones of more.
+        """
         found = [self._statistics(point) for point in values] if self.statistics else []
         return Points(
             values=values,
@@ -285,9 +291,9 @@ class Space:
         return tuple(values.get(k, v) if part == "state" else v for (part, k), v in named)
 
     def _statistics(self, point: Tensor) -> dict[str, Tensor]:
-        """Return the statistics of BatchNorm layers over all rows at one point."""
+        """Return the statistics of BatchNorm layers at one point."""
         z, constants = self.split(point)
-        data = self._data(constants)
+        data = self._some_rows(self._data(constants))
         named = zip(self._lane.names, data, strict=True)
         mode = BatchStatistics({key: value for (part, key), value in named if part == "state"})
         with torch.no_grad(), pyro.validation_enabled(False), LaneSafe(), mode:
@@ -298,6 +304,14 @@ class Space:
                 "layer does not run, or not through torch.nn.functional.batch_norm"
             )
         return mode.found
+
+    def _some_rows(self, data: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return data of as many rows as statistics are taken from, evenly spaced."""
+        every = math.ceil((self.bound.rows or 1) / _STATISTICS_ROWS)
+        if every == 1:
+            return data
+        parts = (part for part, _ in self._lane.names)
+        return tuple(v if p == "state" else v[::every] for p, v in zip(parts, data, strict=True))
 
     def _set(self, values: Values) -> None:
         """Set constants and buffers in the bound model, in place."""
