@@ -17,7 +17,6 @@ pytestmark = pytest.mark.skipif(not available(), reason="shared/data/posteriordb
     ("name", "chains", "warmup", "draws", "compile"),
     [
         ("eight_schools", 100, 80, 25, False),
-        ("gauss_mix", 40, 80, 50, False),
         *(pytest.param(name, 20, 300, 250, True, marks=pytest.mark.slow) for name in NAMES),
     ],
 )

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from density_cases import RecursiveNuts, funnel, independent
+from density_cases import RecursiveNuts, funnel, independent, schools
 from scipy import stats
 
 from pbnn.infer.lanes import STATS, UNIFORMS, Rule
@@ -117,6 +117,16 @@ def test_trees_with_divergences_and_a_depth_limit_are_those_of_the_recursion():
         assert reference(start, momentum, [*directions, 1]) == (depth, steps)
     assert max(depth for *_, depth, _ in found) == 4
     assert min(depth for *_, depth, _ in found) == 0
+
+
+def test_lengths_on_eight_schools_are_those_of_the_recursion():
+    """NumPyro has other lengths there, for want of the tests across the seam (CONTRIBUTING.md)."""
+    z = torch.randn(100, 10, dtype=torch.float64) + torch.tensor([4.0, 1.0] + 8 * [0.0])
+    found = transitions(lanes_at(z, schools, Rule(), 0.4), schools, Rule(), 1)
+    reference = RecursiveNuts(schools, 0.4)
+    for start, momentum, directions, depth, steps in found:
+        assert reference(start, momentum, [*directions, 1]) == (depth, steps)
+    assert len({steps for *_, steps in found}) > 1
 
 
 def test_the_extra_checks_hold_at_a_resonance_of_the_step_size():
