@@ -56,6 +56,14 @@ def test_far_rows_score_high_and_one_gaussian_is_enough_for_one(case):
     assert FeatureDensity().fit(model, posterior, clusters).mixture.n_components == 2
 
 
+def test_many_features_have_diagonal_covariances(case):
+    model, posterior, _ = case
+    x = torch.randn(60, 101)
+    density = FeatureDensity().fit(model, posterior, x)
+    assert density.mixture.covariance_type == "diag"
+    assert FeatureDensity(components=1).fit(model, posterior, x).mixture.covariance_type == "full"
+
+
 def test_only_training_rows_count(case):
     """Rows that are scored together, or before, change nothing."""
     model, posterior, x = case

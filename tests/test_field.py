@@ -60,6 +60,14 @@ def test_distance_is_to_the_nearest_row_in_training_scales():
         distance_to_training(torch.ones(2).int(), torch.ones(2).int())
 
 
+def test_distance_in_many_dimensions():
+    generator = np.random.default_rng(0)
+    rows, data = generator.normal(size=(20, 40)), generator.normal(size=(30, 40))
+    apart = (rows[:, None] - data) / data.std(0)
+    expected = np.sqrt(np.square(apart).mean(-1)).min(1)
+    np.testing.assert_allclose(distance_to_training(rows, data), expected)
+
+
 def test_slope_is_that_of_least_squares():
     generator = np.random.default_rng(0)
     x = 1e6 + generator.normal(size=60)

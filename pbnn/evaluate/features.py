@@ -21,6 +21,8 @@ from pbnn.prediction.runner import Runner
 __all__ = ["FeatureDensity", "feature_rows"]
 
 COMPONENTS = (1, 2, 4, 8)
+# Full covariances of more features than this take minutes and say little.
+FULL_FEATURES = 100
 # Rows that a component must have, or there would be one for each outlier.
 ROWS_PER_COMPONENT = 20
 # Added to the variances of standardised features: the covariance of few rows is singular.
@@ -38,7 +40,8 @@ class FeatureDensity:
         layer: Name of a module whose output gives the features, such as "layers.0"; None takes the
             input x itself.
         components: Number of Gaussians, of full covariance; by default that of 1, 2, 4 and 8, with
-            full or diagonal covariances, which has the least BIC.
+            full or diagonal covariances, which has the least BIC. More than 100 features have
+            diagonal ones.
         seed: Seed of the start of the fit.
 
     Attributes:
@@ -113,10 +116,11 @@ class FeatureDensity:
                 f"{rows} training rows for {self.components or 1} components; expected more rows"
             )
         most = max(1, rows // ROWS_PER_COMPONENT)
+        shapes = ("full", "diag") if features.shape[1] <= FULL_FEATURES else ("diag",)
         kinds = (
             [(self.components, "full")]
             if self.components is not None
-            else [(k, kind) for k in COMPONENTS if k <= most for kind in ("full", "diag")]
+            else [(k, shape) for k in COMPONENTS if k <= most for shape in shapes]
         )
         fitted = []
         with warnings.catch_warnings():

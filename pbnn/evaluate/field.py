@@ -98,7 +98,7 @@ def distance_to_training(x: Data, training: Data) -> Array:
     Raises:
         DataError: No input is floating-point, or the rows differ in shape.
     """
-    from scipy.spatial import cKDTree  # type: ignore[import-untyped]
+    from sklearn.neighbors import NearestNeighbors  # a tree, or products where features are many
 
     rows, data = input_columns(x), input_columns(training)
     if rows.shape[1] != data.shape[1]:
@@ -108,7 +108,7 @@ def distance_to_training(x: Data, training: Data) -> Array:
         )
     scale = data.std(0)
     scale[scale == 0] = 1.0
-    nearest = cKDTree(data / scale).query(rows / scale)[0]
+    nearest = NearestNeighbors(n_neighbors=1).fit(data / scale).kneighbors(rows / scale)[0][:, 0]
     return np.asarray(nearest / rows.shape[1] ** 0.5, dtype=np.float64)
 
 
