@@ -73,8 +73,8 @@ def hold_out_gap(
     Args:
         table: A table of features, or of an array `(n, d)`.
         column: A numeric feature, by name, or by position in an array.
-        between: The quantiles between which the gap lies; both below 1/2 or above it, or at 0 or
-            1, make a gap on one side.
+        between: The quantiles between which the gap lies; 0 or 1 as an end puts the rows outside
+            beyond all others.
 
     Returns:
         The rows inside, for fit and test, and the rows outside (in the gap).
@@ -130,14 +130,16 @@ def shift(
         raise DataError(f"severity {severity}; expected 0 or more")
     if kind == "rotation":
         return _over_values(features, preprocessor, lambda v: _rotated(v, severity, image))
-    scale = SCALES * severity * _scales(preprocessor)
-    rng = np.random.default_rng(seed)
+    scale, rng = _scales(preprocessor), np.random.default_rng(seed)
+    size = SCALES * severity
     if kind == "noise":
-        return _over_values(features, preprocessor, lambda v: v + scale * rng.normal(size=v.shape))
-    moved = np.flatnonzero(scale) if severity else np.arange(scale.size)
-    half = rng.choice(moved, -(-len(moved) // 2), replace=False) if len(moved) else moved
+        return _over_values(
+            features, preprocessor, lambda v: v + size * scale * rng.normal(size=v.shape)
+        )
+    moves = np.flatnonzero(scale)
+    half = rng.choice(moves, -(-len(moves) // 2), replace=False)
     step = np.zeros(scale.size)
-    step[half] = rng.choice([-1.0, 1.0], len(half)) * scale.ravel()[half]
+    step[half] = rng.choice([-size, size], len(half)) * scale.ravel()[half]
     return _over_values(features, preprocessor, lambda v: v + step.reshape(scale.shape))
 
 

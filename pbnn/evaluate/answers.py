@@ -13,11 +13,10 @@ from pbnn.checks import unwrapped
 from pbnn.errors import DataError
 from pbnn.evaluate.arrays import Array
 from pbnn.evaluate.recalibration import TemperatureScaling
-from pbnn.front_door import target_kind
 from pbnn.infer.posterior import Posterior
 from pbnn.model import Data, Model, indexable, isolated, take
 from pbnn.prediction import predict, predictive
-from pbnn.prediction.runner import Runner, rows_of
+from pbnn.prediction.runner import Runner
 
 if TYPE_CHECKING:
     from pbnn.data import Units
@@ -142,12 +141,13 @@ def _exact(
 
     The outputs of a row are independent given a draw, or the distribution has no cdf.
     """
-    if not rows_of(x) or target_kind(model, take(x, slice(0, 2))) == "count":
-        return None
     loc, scale = (0.0, 1.0) if units is None else (units.loc, units.scale)
     reach = torch.as_tensor(near / np.asarray(scale))
     standard = torch.as_tensor((np.asarray(centre) - loc) / scale)
-    runner = Runner(model, posterior, x, device, standard, scored=True)
+    try:
+        runner = Runner(model, posterior, x, device, standard, scored=True)
+    except DataError:  # a mean that y itself cannot be, such as that of a count
+        return None
     name = runner.single_observed()
 
     def inside(trace: poutine.Trace) -> dict[str, Tensor]:
@@ -162,7 +162,8 @@ def _exact(
     try:
         with isolated(0, runner.device), torch.no_grad():
             for rows in runner.row_blocks(progress=False):
-                parts.append(runner.gather(inside, rows)["inside"].double().mean(0))
+                share = runner.gather(inside, rows)["inside"].double().mean(0)
+                parts.append(share[: runner.rows])
     except NotImplementedError:
         return None
     return np.asarray((1.0 - torch.cat(parts)).clamp(0.0, 1.0))

@@ -47,7 +47,6 @@ def plot_cost_curve(report: "DecisionReport", *, ax: Axes | None = None) -> Axes
         title=f"{len(report.wrong)} rows; an error costs {report.rule.costs.error:g}, "
         f"a review {report.rule.costs.review:g}",
     )
-    ax.set_ylim(bottom=0)
     ax.legend()
     return ax
 
@@ -71,7 +70,7 @@ def plot_rejection(report: "DecisionReport", *, ax: Axes | None = None) -> Axes:
         title="Accuracy and rejection",
     )
     ax.margins(y=0.1)
-    ax.legend(loc="lower right")
+    ax.legend(loc="center right")
     return ax
 
 
