@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pbnn.evaluate.decision import DecisionRule, fit_decision_rule
     from pbnn.evaluate.decision_report import report_decisions
     from pbnn.evaluate.ood import check_ood
+    from pbnn.evaluate.prior_report import prior_report
     from pbnn.evaluate.recipes import mend, rank_sweep
     from pbnn.evaluate.shift_series import shift_table
     from pbnn.evaluate.svi_report import svi_report
@@ -66,6 +67,7 @@ _HOMES = {
     "predict": "pbnn.prediction",
     "predictive": "pbnn.prediction",
     "prior_predictive": "pbnn.prediction",
+    "prior_report": "pbnn.evaluate.prior_report",
     "rank_sweep": "pbnn.evaluate.recipes",
     "report_decisions": "pbnn.evaluate.decision_report",
     "sample_prior": "pbnn.prediction",
@@ -100,6 +102,7 @@ __all__ = [
     "predict",
     "predictive",
     "prior_predictive",
+    "prior_report",
     "rank_sweep",
     "report_decisions",
     "sample_prior",

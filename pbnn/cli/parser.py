@@ -7,6 +7,7 @@ from pbnn._version import __version__
 from pbnn.cli.checking import run_check
 from pbnn.cli.fitting import run_compare, run_fit
 from pbnn.cli.predicting import run_decide, run_predict
+from pbnn.cli.prior import run_prior
 from pbnn.cli.roads import GUIDES, METHODS
 
 __all__ = ["make_parser"]
@@ -29,6 +30,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_predict(commands)
     _add_check(commands)
     _add_decide(commands)
+    _add_prior(commands)
     return parser
 
 
@@ -158,6 +160,21 @@ def _add_decide(commands: "Commands") -> None:
     parser.set_defaults(command=run_decide)
 
 
+def _add_prior(commands: "Commands") -> None:
+    parser = commands.add_parser(
+        "prior",
+        help="say what a model's prior says about functions, and what is wrong with it",
+        description="Draw functions and data from a model's prior, and hold them against the data: "
+        "the scale of f, saturated units, the KL to expect, and faults with why. No fit is needed.",
+    )
+    _add_data(parser)
+    parser.add_argument("--draws", type=int, default=400, help="from the prior; default: 400")
+    parser.add_argument("--posterior", help="a fit such as RUN/normal.pt, to see what became of it")
+    parser.add_argument("--out", help="picture of f over one input, such as prior.png")
+    parser.add_argument("--feature", help="column of the picture; default: the first")
+    parser.set_defaults(command=run_prior)
+
+
 def _add_new_rows(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="run folder")
     parser.add_argument("table", help="CSV, Parquet or .npz file with the feature columns")
@@ -168,6 +185,31 @@ def _add_new_rows(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_problem(parser: argparse.ArgumentParser) -> None:
+    _add_data(parser)
+    held = parser.add_mutually_exclusive_group()
+    held.add_argument(
+        "--hold-out-class",
+        action="append",
+        default=[],
+        metavar="CLASS",
+        help="class that the fit never sees, for `check`; may be repeated",
+    )
+    held.add_argument(
+        "--hold-out-gap",
+        metavar="COLUMN[:LOW:HIGH]",
+        help="hold out the rows between two quantiles of a column, by default its middle third",
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=1,
+        help="of the arithmetic; default: 1, best for small networks",
+    )
+    parser.add_argument("--out", help="run folder; default: runs/MODEL-DATASET, numbered")
+    parser.add_argument("--quiet", action="store_true", help="no progress bars")
+
+
+def _add_data(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="model file, such as models/regression.py")
     parser.add_argument(
         "--dataset",
@@ -182,19 +224,6 @@ def _add_problem(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="option of the model, such as hidden=64; may be repeated",
     )
-    held = parser.add_mutually_exclusive_group()
-    held.add_argument(
-        "--hold-out-class",
-        action="append",
-        default=[],
-        metavar="CLASS",
-        help="class that the fit never sees, for `check`; may be repeated",
-    )
-    held.add_argument(
-        "--hold-out-gap",
-        metavar="COLUMN[:LOW:HIGH]",
-        help="hold out the rows between two quantiles of a column, by default its middle third",
-    )
     parser.add_argument("--drop", action="append", default=[], metavar="COLUMN")
     parser.add_argument("--categorical", action="append", default=[], metavar="COLUMN")
     parser.add_argument(
@@ -203,14 +232,6 @@ def _add_problem(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--test-fraction", type=float, default=0.2, help="default: 0.2")
     parser.add_argument("--seed", type=int, default=0, help="of the split and the fits")
     parser.add_argument("--device", help="such as cuda; default: cpu")
-    parser.add_argument(
-        "--threads",
-        type=int,
-        default=1,
-        help="of the arithmetic; default: 1, best for small networks",
-    )
-    parser.add_argument("--out", help="run folder; default: runs/MODEL-DATASET, numbered")
-    parser.add_argument("--quiet", action="store_true", help="no progress bars")
 
 
 def _add_svi(parser: argparse.ArgumentParser) -> None:

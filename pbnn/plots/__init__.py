@@ -15,6 +15,7 @@ from pbnn.plots.predictive import (
     plot_predicted_against_observed,
     plot_reliability,
 )
+from pbnn.plots.prior import plot_prior
 from pbnn.plots.report import Section, write_report
 from pbnn.plots.run import draw_run
 
@@ -30,6 +31,7 @@ __all__ = [
     "plot_pit",
     "plot_posterior_predictive",
     "plot_predicted_against_observed",
+    "plot_prior",
     "plot_rejection",
     "plot_reliability",
     "plot_scales",
