@@ -1,5 +1,6 @@
 """Every road's posterior, saved here and loaded in another process, predicts the same bits."""
 
+import importlib.util
 import subprocess
 import sys
 
@@ -57,16 +58,21 @@ ROADS = {
         "rank": 1, "draws": 3, "steps": 3, "basis": "random",
         "inner": {"chains": 2, "warmup": 3, "max_tree_depth": 2, "init": "prior"},
     },
+    "laplace": {"steps": 3, "draws": 3, "structure": "diag"},
     "sgmcmc": {"steps": 6, "draws": 2, "chains": 2, "init": "prior", "lr": 1e-4},
 }  # fmt: skip
 
 
+if importlib.util.find_spec("laplace") is None:
+    del ROADS["laplace"]
 # With masks, with buffers by draw, with a plane, from batches: what no other test sends elsewhere.
 SHORT = ["swag", "dropout", "subspace", "sgmcmc"]
 
 
 @pytest.mark.filterwarnings("ignore::pbnn.errors.ConvergenceWarning")
-@pytest.mark.parametrize("roads", [SHORT, pytest.param([*ROADS], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "roads", [SHORT, pytest.param([*ROADS], marks=pytest.mark.slow)], ids=["few", "all"]
+)
 def test_every_road_predicts_the_same_bits_in_another_process(tmp_path, roads):
     (tmp_path / "model.py").write_text(MODEL)
     x = torch.randn(12, 2, generator=torch.Generator().manual_seed(0))

@@ -158,7 +158,8 @@ def fit_subspace(
     fit: Callable[..., Posterior] = fit_nuts if guide is None else fit_svi
     # Guides start at the trained point; chains apart from each other, as always.
     chosen = {} if guide is None else {"guide": guide, "init": {"z": plane.new_zeros(rank)}}
-    found = fit(restricted, bound.x, bound.y, draws=draws, **{**common, **chosen, **(inner or {})})
+    options = {**common, "draws": draws, **chosen, **(inner or {})}
+    found = fit(restricted, bound.x, bound.y, **options)
     z = found.draws["z"]
     with isolated(seed, bound.device):
         fields = _in_model(space, origin, plane, z)
