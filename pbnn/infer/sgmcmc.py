@@ -51,7 +51,7 @@ def fit_sgmcmc(
     burn_in: float = 0.5,
     batch_size: int | None = None,
     chains: int = 4,
-    draws: int = 1000,
+    draws: int = 250,
     init: Literal["prior", "map", "svi"] | Mapping[str, Tensor] | Tensor = "map",
     constants: Mapping[str, Tensor] | None = None,
     seed: int = 0,
