@@ -25,6 +25,13 @@ OTHERS = {
     "swag": {"steps": 5, "snapshots": 3, "every": 1, "draws": 4},
     "ensemble": {"members": 3, "steps": 5, "perturb": "randomised"},
 }
+# Each model and each road, where the two have nothing to do with each other.
+PAIRS = [
+    (MODELS[0], "lowrank"),
+    (MODELS[1], "kronecker"),
+    (MODELS[1], "nuts"),
+    (MODELS[2], "normal"),
+]
 ROWS = 20
 
 
@@ -96,6 +103,7 @@ def test_road_ends_in_a_posterior_of_the_same_shape(path, road, tmp_path):
     assert pbnn.log_likelihood(model, loaded, x, y).shape == (chains, draws, ROWS)
 
 
+@pytest.mark.parametrize(("path", "road"), PAIRS, indirect=True)
 def test_same_seed_gives_the_same_bits_and_another_seed_does_not(path, road, unchanged):
     first, other = fitted(path, road, seed=3), fitted(path, road, seed=4)
     model, x, y = problem(path)
@@ -121,6 +129,7 @@ def test_export_has_every_group_that_applies(path, road):
     }
 
 
+@pytest.mark.parametrize(("path", "road"), PAIRS, indirect=True)
 def test_one_dtype_throughout(path, road):
     for options, dtype in (({"seed": 3}, torch.float32), ({"dtype": torch.float64}, torch.float64)):
         posterior = fitted(path, road, **options)
@@ -170,3 +179,15 @@ def test_cuda_gives_draws_that_load_on_a_cpu(path, road, tmp_path):
     columns = pbnn.predict(model, loaded, x).to_frame()[shared].to_numpy(dtype=float)
     np.testing.assert_allclose(on_gpu[shared].to_numpy(dtype=float), columns, rtol=1e-3, atol=1e-4)
     assert np.isfinite(on_cpu).all()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("other", OTHERS)
+def test_other_road_on_cuda_gives_draws_on_the_cpu(other):
+    model, x, y = problem(MODELS[-1])
+    options = {"device": "cuda", "compile": False, "progress": False, **OTHERS[other]}
+    posterior = getattr(pbnn, f"fit_{other}")(model, x, y, **options)
+    assert posterior.provenance["device"].startswith("cuda")
+    assert {value.device.type for value in posterior.draws.values()} == {"cpu"}
+    assert pbnn.log_likelihood(model, posterior, x, y).isfinite().all()

@@ -186,7 +186,8 @@ def lanczos(
 
 def _direction(like: Tensor) -> Tensor:
     vector = torch.randn_like(like)
-    return vector / torch.linalg.vector_norm(vector)
+    length: Tensor = torch.linalg.vector_norm(vector)
+    return vector / length
 
 
 def _mean(space: Space, posterior: Posterior) -> Points:
