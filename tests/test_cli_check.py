@@ -49,9 +49,11 @@ def fitted(table, tmp_path_factory):
 @pytest.fixture(scope="module")
 def checked(fitted):
     """Exit status, what is printed and the report of a check with everything."""
+    other = fitted.parent / "other.csv"
+    rows(40, seed=2).drop(columns=["y", "kind"]).to_csv(other, index=False)
     arguments = [
         "check", fitted / "normal.nc", "--ood", "near=held-out", "--ood", "noise:5",
-        "--two-stages", "--costs", "5,1",
+        "--ood", other, "--two-stages", "--costs", "5,1",
     ]  # fmt: skip
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         status = run(*arguments)
@@ -63,7 +65,7 @@ def test_a_report_holds_its_figures_and_ends_with_the_checklist(checked):
     assert status == (3 if "FAIL" in printed else 0)
     assert page.rindex("Acceptance checklist") > page.rindex("data:image/png;base64,")
     assert page.count("<figure>") == 3
-    assert {"near", "noise"} <= set(printed.split("'"))
+    assert {"near", "noise", "other"} <= set(printed.split("'"))
 
 
 def test_the_saved_rule_decides_for_new_rows(fitted, checked, tmp_path):

@@ -14,6 +14,7 @@ from pbnn.evaluate.costs import CostCurve, Costs
 from pbnn.evaluate.decision import DecisionRule, Decisions, fit_decision_rule
 from pbnn.evaluate.decision_report import judge_decisions, report_decisions
 from pbnn.evaluate.features import FeatureDensity
+from pbnn.evaluate.saved_density import SavedDensity
 
 COSTS = Costs(error=10.0, review=1.0)
 
@@ -195,6 +196,20 @@ def test_a_saved_rule_decides_the_same_bits(fitted, tmp_path):
     np.testing.assert_array_equal(first.unlikeness, second.unlikeness)
     assert again.costs == rule.costs
     assert again.notes == rule.notes
+
+
+@pytest.mark.parametrize("features", [3, 102])
+def test_a_saved_density_is_that_of_the_mixture(features):
+    """Of full covariances and of diagonal ones, which many features have; without constants."""
+    model = Linear(features)
+    x, y = linear_data(40, features)
+    x[:, 0] = 7.0
+    posterior = prior_posterior(model, x, y, draws=2)
+    density = FeatureDensity(components=2 if features == 3 else None).fit(model, posterior, x)
+    assert density.mixture.covariance_type == ("full" if features == 3 else "diag")
+    saved = SavedDensity.from_json(json.loads(json.dumps(SavedDensity.of(density).to_json())))
+    scores = saved.score(model, posterior, x)
+    np.testing.assert_allclose(scores, density.score(x), rtol=1e-10)
 
 
 @pytest.mark.parametrize(
