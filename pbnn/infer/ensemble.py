@@ -105,19 +105,14 @@ def fit_ensemble(
     _check(member, perturb, options)
     started = time.perf_counter()
     bound = bind(model, x, y, device=device, dtype=dtype)
-    place: dict[str, Any] = {
-        "seed": seed,
-        "device": bound.device,
-        "dtype": bound.dtype,
-        "compile": compile,
-        "progress": progress,
-    }
+    run: dict[str, Any] = {"seed": seed, "compile": compile, "progress": progress}
+    place: dict[str, Any] = {"device": bound.device, "dtype": bound.dtype}
     if member == "map":
-        found = _maps(bound, members, perturb, options, **place)
+        found = _maps(bound, members, perturb, options, **run)
     elif member == "svi":
-        found = _guides(model, x, y, members, {**_SHORT["svi"], **options}, **place)
+        found = _guides(model, x, y, members, {**_SHORT["svi"], **options}, **run, **place)
     else:
-        found = _chains(model, bound, members, options, **place)
+        found = _chains(model, bound, members, options, **run, **place)
     words = {k: v if k != "init" else start_word(v) for k, v in options.items()}
     settings = {"members": members, "member": member, "perturb": perturb, **words}
     return dataclasses.replace(
@@ -162,8 +157,8 @@ def _maps(
     seed: int,
     compile: bool | None,
     progress: bool,
-    **_: Any,
 ) -> Posterior:
+    """Train points, all members side by side."""
     plan, init = _plan(options)
     with isolated(seed, bound.device), pyro.validation_enabled(False):
         space = Space(bound)
@@ -271,35 +266,33 @@ def _guides(
     """Fit a guide for each member, and put their draws one after another."""
     seeds = [seed, *(lane_seed(seed, lane, "fit") for lane in range(1, members))]
     fits: list[Posterior] = []
-    for own in seeds:
+    for member, its_seed in enumerate(seeds):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", ConvergenceWarning)
-            fits.append(fit_svi(model, x, y, seed=own, **options, **place))
+            fits.append(fit_svi(model, x, y, seed=its_seed, **options, **place))
         for warning in caught:
-            warnings.warn(f"member {len(fits) - 1}: {warning.message}", warning.category, 3)
-    first = fits[0]
-    names = [*first.constants, *first.buffers]
+            warnings.warn(f"member {member}: {warning.message}", warning.category, stacklevel=3)
+        if fits[-1].provenance["ended"] == "interrupted":
+            break
 
     def joined(part: str) -> dict[str, Tensor]:
         values = [getattr(fit, part) for fit in fits]
         return {name: torch.cat([value[name] for value in values], 1) for name in values[0]}
 
-    def differs(name: str) -> bool:
-        values = [{**fit.constants, **fit.buffers}[name] for fit in fits]
-        return any(not torch.equal(value, values[0]) for value in values)
-
-    own_names = tuple(name for name in names if differs(name))
-
     def held(part: str) -> dict[str, Tensor]:
+        """Return constants or buffers, for each draw where members differ in them."""
         found = {}
-        for name, value in getattr(first, part).items():
-            if name in own_names:
-                each = [getattr(fit, part)[name] for fit in fits]
-                counts = torch.tensor([fit.draws_per_chain for fit in fits])
-                value = torch.stack(each).repeat_interleave(counts, 0)[None]
+        for name, value in getattr(fits[0], part).items():
+            each = torch.stack([getattr(fit, part)[name] for fit in fits])
+            if bool((each != value).any()):
+                own.append(name)
+                value = each.repeat_interleave(counts, 0)[None]
             found[name] = value
         return found
 
+    own: list[str] = []
+    counts = torch.tensor([fit.draws_per_chain for fit in fits])
+    constants, buffers = held("constants"), held("buffers")
     stats = joined("stats")
     del stats["log_q"]  # the density of a draw's own guide is not that of the mixture
     return Posterior(
@@ -309,10 +302,10 @@ def _guides(
         method="svi",
         markov=False,
         seconds=0.0,
-        constants=held("constants"),
-        buffers=held("buffers"),
-        per_draw=own_names,
-        provenance={"seeds": seeds, "members": [dict(fit.provenance) for fit in fits]},
+        constants=constants,
+        buffers=buffers,
+        per_draw=tuple(own),
+        provenance={"seeds": seeds[: len(fits)], "members": [dict(fit.provenance) for fit in fits]},
     )
 
 
