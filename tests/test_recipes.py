@@ -161,10 +161,15 @@ def test_no_error_determines_no_temperature(rows):
 
 def test_the_set_that_is_ranked_worst_counts(rows):
     x, y, ood = rows
-    judge = judge_on(Line(), (x, y), {**ood, "same": x}, 0, None)
-    judged = judge.of(posterior([2.0, 0.0], [0.1, 0.3]))
-    assert judged.worst() == "same"
-    assert judge.auroc(judged).value == 0.5
+    made = [posterior([2.0, 0.0], [0.1, scale]) for scale in (0.3, 0.6)]
+    alone, beside = (judge_on(Line(), (x, y), sets, 0, None) for sets in (ood, {**ood, "same": x}))
+    narrow, wide = map(alone.of, made)
+    assert alone.auroc(narrow).value > 0.7
+    assert alone.auroc(wide, narrow).value > 0.0
+    # Neither ranks the rows that are the same, whatever it does on the others.
+    narrow, wide = map(beside.of, made)
+    assert beside.auroc(narrow).value == 0.5
+    assert beside.auroc(wide, narrow).value == 0.0
 
 
 def test_rank_sweep_takes_the_likelihood_among_those_that_rank_as_well(rows):

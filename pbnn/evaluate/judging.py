@@ -49,20 +49,27 @@ class Judged:
     outside: Mapping[str, Array]
     latency: float
 
-    def detections(self) -> dict[str, Detection]:
-        """Return the ranking of each set above the validation rows."""
-        return {
-            name: Detection(
-                np.concatenate([self.spread, values]),
-                np.repeat([0.0, 1.0], [len(self.spread), len(values)]),
-            )
-            for name, values in self.outside.items()
-        }
+    def least_auroc(self) -> Statistic:
+        """Return the AUROC of the set that is ranked worst, as a function of counts.
 
-    def worst(self) -> str:
-        """Name of the set that is ranked worst."""
-        areas = {name: float(d.auroc()[0]) for name, d in self.detections().items()}
-        return min(areas, key=areas.__getitem__)
+        The counts are those of the validation rows, then of each set.
+        """
+        home, ends = len(self.spread), np.cumsum([len(v) for v in self.outside.values()])
+        detections = [
+            Detection(np.concatenate([self.spread, v]), np.repeat([0.0, 1.0], [home, len(v)]))
+            for v in self.outside.values()
+        ]
+
+        def least(counts: Array) -> Array:
+            inside, *sets = np.split(counts, [home, *(home + ends[:-1])], axis=1)
+            areas = [
+                detection.auroc(np.concatenate([inside, of_set], 1))
+                for detection, of_set in zip(detections, sets, strict=True)
+            ]
+            worst: Array = np.min(areas, axis=0)
+            return worst
+
+        return least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,16 +124,15 @@ class Judge:
         )
 
     def auroc(self, judged: Judged, less: Judged | None = None) -> Interval:
-        """Return the AUROC of the set that is ranked worst, or its difference to another's."""
-        name = judged.worst() if less is None else less.worst()
-        first = judged.detections()[name]
-        second = None if less is None else less.detections()[name]
+        """Return the AUROC of the set that is ranked worst, or what it is more than another's."""
+        statistic = judged.least_auroc()
+        if less is not None:
+            first, second = statistic, less.least_auroc()
 
-        def statistic(counts: Array) -> Array:
-            area = first.auroc(counts)
-            return area if second is None else area - second.auroc(counts)
+            def statistic(counts: Array) -> Array:
+                return first(counts) - second(counts)
 
-        sizes = [len(judged.spread), len(judged.outside[name])]
+        sizes = [len(judged.spread), *(len(values) for values in judged.outside.values())]
         return bootstrap(statistic, sizes, seed=self.seed)
 
     def mean(self, values: Array) -> Interval:

@@ -227,8 +227,8 @@ def mend(
         )
 
     def swag(average: bool) -> Posterior:
-        progress = options.get("progress", True)
-        return fit_swag(model, *train, progress=progress, **plain)
+        shared = {k: options[k] for k in ("draws", "compile", "progress") if k in options}
+        return fit_swag(model, train[0], train[1], **shared, **plain)
 
     given = posterior.provenance.get("options", {}).get("guide")
     if base is None and posterior.method == "svi" and given in _GUIDES:
