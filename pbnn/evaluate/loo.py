@@ -58,10 +58,10 @@ def leave_one_out(
 ) -> Loo:
     """Estimate leave-one-out predictive densities by Pareto-smoothed importance sampling.
 
-    Each draw θ of Markov chains weighs 1 / p(y_i | θ) for row i (Vehtari et al. 2017, "Practical
-    Bayesian model evaluation using leave-one-out cross-validation", eq. 10). Draws of a guide q are
-    no draws from the posterior: each weighs p(θ, D) / (q(θ) p(y_i | θ)) (Magnusson et al. 2019,
-    "Bayesian leave-one-out cross-validation for large data", eq. 5), by their `lp` and `log_q`.
+    Each draw θ of Markov chains weighs 1 / p(y_i | θ) for row i (Vehtari, Gelman & Gabry 2017,
+    "Practical Bayesian model evaluation using leave-one-out cross-validation and WAIC"). Draws of a
+    guide q are no draws from the posterior: each weighs p(θ, D) / (q(θ) p(y_i | θ)), by its `lp`
+    and `log_q` (Magnusson et al. 2019, "Bayesian leave-one-out cross-validation for large data").
     Where the largest k is above 0.7 the estimate is not available: rank by held-out rows instead.
 
     Args:

@@ -46,7 +46,7 @@ def stack_chains(
 
     The weights maximise the mean over rows of log Σ_k w_k p_k(y_i | y_−i), with each chain's
     leave-one-out density by importance sampling (Yao, Vehtari & Gelman 2022, "Stacking for
-    non-mixing Bayesian computations", eq. 4). They say which mixture of the chains predicts best,
+    non-mixing Bayesian computations"). They say which mixture of the chains predicts best,
     not how much of the posterior each mode holds, and the provenance of what is returned says so:
     it is no reference for posterior probabilities.
 

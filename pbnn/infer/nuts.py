@@ -263,7 +263,7 @@ def _effective_size(lp: Tensor) -> float:
     """Effective sample size of (chain, draw), of halves of chains; 0 for too few draws.
 
     Geyer's initial monotone sequence of autocorrelations over all chains (Vehtari et al. 2021,
-    "Rank-normalization, folding, and localization", eqs. 7 to 10).
+    "Rank-normalization, folding, and localization", section 3.2).
     """
     half = lp.shape[1] // 2
     if half < 2:
