@@ -60,7 +60,7 @@ def functions_of(
     model: Model,
     posterior: Posterior,
     x: Data,
-    y: Data,
+    y: Data = None,
     *,
     seed: int = 0,
     device: str | torch.device | None = None,
@@ -71,7 +71,8 @@ def functions_of(
         model: A model with one observed site.
         posterior: Draws, of which all are used.
         x: Input rows.
-        y: Their observations, which the model must be able to score.
+        y: Their observations. Given, they keep the observed site from being sampled in `forward`,
+            where a link function would count among the activations.
         seed: Seed of the sampled y.
         device: Where to run.
 

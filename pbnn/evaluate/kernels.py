@@ -117,12 +117,12 @@ class KernelCheck:
         return bool((self.table["z"].abs() < _LIMIT).all())
 
     def __str__(self) -> str:
-        worst = self.table["z"].abs().idxmax()
-        row = self.table.loc[worst]
+        place = int(self.table["z"].abs().to_numpy().argmax())
+        row, (first, second) = self.table.iloc[place], self.table.index.tolist()[place]
         verdict = "agrees with" if self.agrees else "is not that of"
         return (
-            f"the network's prior covariance {verdict} the kernel: at rows {worst[0]} and "
-            f"{worst[1]}, the worst of {len(self.table)} pairs, it is {row['network']:.4g} ± "
+            f"the network's prior covariance {verdict} the kernel: at rows {first} and {second}, "
+            f"the worst of {len(self.table)} pairs, it is {row['network']:.4g} ± "
             f"{row['error']:.2g} and the kernel {row['kernel']:.4g} ({row['z']:+.1f} errors)"
         )
 

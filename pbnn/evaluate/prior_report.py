@@ -287,58 +287,57 @@ def _faults(
     prior: Functions, target: Tensor, table: "pd.DataFrame", sites: "pd.DataFrame"
 ) -> list[PriorFault]:
     """Name what is wrong with a prior, and what it did to the fit where there is one."""
-    centre = prior.location.mean(0)
-    away, reach = _rms(target - centre), _high(_rms((prior.location - centre).flatten(1), 1))
-    held = (target - centre) - (target - centre).nanmean(0)
-    moves, varies = _rms(held), _high(_rms(_centred(prior.location - centre).flatten(1), 1))
-    numbers, found = table["prior"], []
-    if reach < PINNED * away:
-        where = "zero" if _rms(centre) < PINNED * away else "one function"
-        found.append(
-            (
-                "pinned",
-                f"the prior pins E[y] to {where}: 95% of its draws stay within {reach:.2g} of it, "
-                f"and y lies {away:.2g} away. Raise the scales of the priors, or standardise y.",
-            )
-        )
-    elif varies < PINNED * moves:
-        found.append(
-            (
-                "flat",
-                f"each draw of E[y] is a constant: over rows it varies by less than {varies:.2g} "
-                f"in 95% of the draws, and y by {moves:.2g}. Raise the scales of the weights.",
-            )
-        )
-    if prior.certainty is not None and numbers["sure"] > MOST:
-        found.append(
-            (
-                "wide",
-                f"before it has seen data, the model gives one class more than {SURE:g} in "
-                f"{numbers['sure']:.0%} of draws and rows: the prior scale of f, "
-                f"{numbers['scale of f, median']:.2g}, is absurd for logits. "
-                "Lower the scales of the priors.",
-            )
-        )
-    elif prior.certainty is None and numbers["outside"] > MOST:
-        found.append(
-            (
-                "wide",
-                f"the prior scale of f, {numbers['scale of f, median']:.2g}, is absurd: E[y] lies "
-                f"more than {OUTSIDE:g} scales of y from its mean in {numbers['outside']:.0%} of "
-                "draws and rows. Lower the scales of the priors, or standardise y.",
-            )
-        )
+    found = _narrow(prior, target) or _wide(prior, table["prior"])
     full = {name: share for name, share in prior.saturated.items() if share > MOST}
     if full:
         listed = ", ".join(f"{share:.0%} of {name}" for name, share in full.items())
-        found.append(
-            (
-                "saturated",
-                f"hidden units are steps: {listed} lie within a hundredth of their bounds. Lower "
-                "the prior scales of the weights and biases before them.",
-            )
+        found["saturated"] = (
+            f"hidden units are steps: {listed} lie within a hundredth of their bounds. Lower the "
+            "prior scales of the weights and biases before them."
         )
-    return [PriorFault(name, why, _after(name, table, sites)) for name, why in found]
+    return [PriorFault(name, why, _after(name, table, sites)) for name, why in found.items()]
+
+
+def _narrow(prior: Functions, target: Tensor) -> dict[str, str]:
+    """Name a prior of E[y] that no data can move to y."""
+    centre = prior.location.mean(0)
+    gap, spread = target - centre, prior.location - centre
+    reach, away = _high(_rms(spread.flatten(1), 1)), _rms(gap)
+    if reach < PINNED * away:
+        where = "zero" if _rms(centre) < PINNED * away else "one function"
+        why = (
+            f"the prior pins E[y] to {where}: 95% of its draws stay within {reach:.2g} of it, and "
+            f"y lies {away:.2g} away. Raise the scales of the priors, or standardise y."
+        )
+        return {"pinned": why}
+    varies = _high(_rms((spread - spread.mean(1, keepdim=True)).flatten(1), 1))
+    moves = _rms(gap - gap.nanmean(0))
+    if varies < PINNED * moves:
+        why = (
+            f"each draw of E[y] is a constant: over rows it varies by less than {varies:.2g} in "
+            f"95% of the draws, and y by {moves:.2g}. Raise the scales of the weights."
+        )
+        return {"flat": why}
+    return {}
+
+
+def _wide(prior: Functions, numbers: "pd.Series[float]") -> dict[str, str]:
+    """Name a prior under which E[y] is far from all that y could be."""
+    scale = f"the prior scale of f, {numbers['scale of f, median']:.2g}, is absurd"
+    if prior.certainty is not None and numbers["sure"] > MOST:
+        why = (
+            f"{scale} for logits: before it has seen data, the model gives one class more than "
+            f"{SURE:g} in {numbers['sure']:.0%} of draws and rows. Lower the scales of the priors."
+        )
+        return {"wide": why}
+    if prior.certainty is None and numbers["outside"] > MOST:
+        why = (
+            f"{scale}: E[y] lies more than {OUTSIDE:g} scales of y from its mean in "
+            f"{numbers['outside']:.0%} of draws and rows. Lower the scales of the priors, or "
+            "standardise y."
+        )
+        return {"wide": why}
+    return {}
 
 
 def _after(name: str, table: "pd.DataFrame", sites: "pd.DataFrame") -> str:
@@ -369,10 +368,6 @@ def _kept(sites: "pd.DataFrame") -> str:
 def _rms(values: Tensor, dim: int | None = None) -> Tensor:
     squares = values.square()
     return (squares.nanmean() if dim is None else squares.nanmean(dim)).sqrt()
-
-
-def _centred(values: Tensor) -> Tensor:
-    return values - values.mean(1, keepdim=True)
 
 
 def _high(values: Tensor) -> Tensor:

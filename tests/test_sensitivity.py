@@ -1,0 +1,158 @@
+"""Power-scaling against the conjugate posterior in closed form and ArviZ; what the table says."""
+
+import arviz as az
+import numpy as np
+import pyro.distributions as dist
+import pytest
+import torch
+from model_cases import Linear, Toy, linear_data, prior_posterior
+
+from pbnn.errors import DataError, ModelError
+from pbnn.evaluate.power_scaling import cumulative_js, power_scaled
+from pbnn.evaluate.sensitivity import HELD_OUT, sensitivity
+from pbnn.front_door import bind
+from pbnn.infer.density import Density
+from pbnn.infer.posterior import Posterior
+
+DRAWS = 2000
+POWER = 1.25
+
+
+def exact(model, x, y, *, prior=1.0, likelihood=1.0):
+    """Return mean and covariance of a linear model's power-scaled posterior."""
+    scaled = Linear(x.shape[1], noise=model.noise / likelihood**0.5, prior=model.prior / prior**0.5)
+    return scaled.exact(x, y)
+
+
+def drawn(mean, covariance, draws=DRAWS):
+    torch.manual_seed(1)
+    w = dist.MultivariateNormal(mean, covariance).sample((1, draws)).float()
+    return Posterior(
+        draws={"w": w}, stats={"lp": torch.zeros(1, draws)}, method="nuts", markov=True, seconds=0.0
+    )
+
+
+@pytest.fixture(scope="module")
+def problem():
+    """One weight that the data say little about: the prior N(0, 1) is as strong as they are."""
+    x, y = linear_data(4, 1, noise=1.0)
+    model = Linear(1, noise=1.0)
+    return model, x, y, drawn(*model.exact(x, y))
+
+
+def test_means_are_those_of_the_closed_form(problem):
+    """Within 4 Monte Carlo errors of a mean over weighted draws."""
+    model, x, y, posterior = problem
+    inputs = torch.tensor([[1.0], [-2.0]])
+    held = (inputs, torch.tensor([0.5, 0.0]))
+    found = sensitivity(model, posterior, x, y, inputs=inputs, held_out=held, power=POWER)
+    names = ["E[y] at input 0", "E[y] at input 1", "w", HELD_OUT]
+    assert list(found.table.index) == list(found.means.index) == names
+    for (component, alpha), k in found.khat.items():
+        mean, covariance = exact(model, x, y, **{component: alpha})
+        scale = float(covariance[0, 0]) ** 0.5
+        assert k < 0.7
+        # Weights of powers 0.8 and 1.25 leave over half of the draws' effective number.
+        error = scale / (DRAWS / 2) ** 0.5
+        moved = found.means[component, alpha]
+        assert moved["w"] == pytest.approx(float(mean), abs=4 * error)
+        assert moved["E[y] at input 1"] == pytest.approx(-2 * moved["w"], rel=1e-5)
+        predictive = dist.Normal(inputs[:, 0] * mean, (1 + inputs[:, 0] ** 2 * scale**2) ** 0.5)
+        density = float(predictive.log_prob(held[1]).mean())
+        assert moved[HELD_OUT] == pytest.approx(density, abs=0.02)
+    assert found.table.loc["w", "verdict"].startswith("moves with")
+    assert "w: " in str(found)
+
+
+@pytest.mark.skipif(not hasattr(az, "psens"), reason="ArviZ 1.x has it under another name")
+def test_sensitivity_is_arvizs(problem):
+    model, x, y, posterior = problem
+    found = sensitivity(model, posterior, x, y, power=POWER)
+    w = posterior.draws["w"]
+    data = az.from_dict(
+        posterior={"w": w[..., 0].numpy()},
+        log_likelihood={"y": dist.Normal(w @ x.T, 1.0).log_prob(y).numpy()},
+    )
+    prior = dist.Normal(0.0, 1.0).log_prob(w[..., 0]).numpy()
+    data.add_groups(log_prior={"w": prior}, warn_on_custom_groups=False)
+    for component in ("prior", "likelihood"):
+        expected = az.psens(data, component=component, delta=POWER - 1)["w"].item()
+        assert found.table.loc["w", component] == pytest.approx(expected, rel=1e-3)
+
+
+def test_what_data_decide_stands():
+    x, y = linear_data(400, 2, noise=0.5)
+    model = Linear(2)
+    found = sensitivity(model, drawn(*model.exact(x, y)), x, y, sites=["w"])
+    assert list(found.table.index) == ["w[0]", "w[1]"]
+    assert found.table["verdict"].str.startswith("stands").all()
+    assert (found.table["prior"] < 0.05).all()
+
+
+def test_untrusted_weights_are_not_known_until_refitted():
+    """Forty weights at their prior: k is high at a power of 8, and the closed form a refit."""
+    x, y = linear_data(20, 40, noise=1.0)
+    model = Linear(40, noise=1.0)
+    posterior = drawn(*model.exact(x, y), draws=400)
+    options = {"inputs": x[:1], "sites": [], "power": 8.0}
+    unknown = sensitivity(model, posterior, x, y, **options)
+    assert max(unknown.khat.values()) > 0.7
+    assert "pass refit=" in unknown.table["verdict"].item()
+    assert unknown.table["prior"].isna().all()
+    w = torch.ones(40)
+    log_prior = dist.Normal(0.0, 1.0).log_prob(w).sum()
+    seen = []
+
+    def refit(scaled):
+        """Read the power off the density of the model, and draw from its exact posterior."""
+        density = Density(bind(scaled, x, y), chains=0).site_log_densities(w)
+        seen.append(density["w"] / float(log_prior))
+        likelihood = density["y"] / float(dist.Normal(x @ w, 1.0).log_prob(y).sum())
+        powers = {"prior": seen[-1], "likelihood": likelihood}
+        return drawn(*exact(model, x, y, **powers), draws=400)
+
+    found = sensitivity(model, posterior, x, y, refit=refit, **{**options, "priors": ["w"]})
+    assert seen[:2] == pytest.approx([0.125, 8.0], rel=1e-5)
+    assert np.isnan(found.khat["prior", 8.0])
+    mean, covariance = exact(model, x, y, prior=8.0)
+    error = float(x[0].double() @ covariance @ x[0].double()) ** 0.5 / 400**0.5
+    moved = found.means["prior", 8.0].item()
+    assert moved == pytest.approx(float(x[0].double() @ mean), abs=4 * error)
+
+
+def test_power_scaled_model_has_the_scaled_density(toy):
+    """Its log joint is the sum of its parts times their powers; samples and names stay."""
+    model = Toy()
+    plain = Density(bind(model, *toy), chains=0)
+    raised = power_scaled(model, prior=2.0, likelihood=0.5, priors=["fc1.*"])
+    scaled = Density(bind(raised, *toy), chains=0)
+    z = 0.3 * torch.randn(plain.dim)
+    before, after = plain.site_log_densities(z), scaled.site_log_densities(z)
+    assert list(before) == list(after)
+    powers = {"fc1.weight": 2.0, "fc1.bias": 2.0, "y": 0.5}
+    for name, term in before.items():
+        assert after[name] == pytest.approx(powers.get(name, 1.0) * term, rel=1e-5)
+    assert float(scaled.log_density(z)) == pytest.approx(sum(after.values()), rel=1e-5)
+
+
+def test_cumulative_js_between_disjoint_and_equal():
+    values = np.linspace(0.0, 1.0, 101)
+    even = np.full(101, 1 / 101)
+    assert cumulative_js(values, even, even) == pytest.approx(0.0, abs=1e-7)
+    first, last = np.eye(101)[0], np.eye(101)[-1]
+    assert cumulative_js(values, first, last) == pytest.approx(1.0)
+    assert cumulative_js(np.zeros(101), first, last) == 0.0
+
+
+def test_refusals(problem, toy):
+    model, x, y, posterior = problem
+    with pytest.raises(DataError, match="20 draws; expected 25"):
+        sensitivity(model, posterior.select(draws=slice(20)), x, y)
+    with pytest.raises(DataError, match="power is 1"):
+        sensitivity(model, posterior, x, y, power=1.0)
+    with pytest.raises(ModelError, match="no latent site matches 'tau'"):
+        sensitivity(model, posterior, x, y, priors=["tau"])
+    with pytest.raises(ModelError, match="no latent site 'v'; the posterior has"):
+        sensitivity(model, posterior, x, y, sites=["v"])
+    with pytest.raises(DataError, match="nothing to conclude"):
+        sensitivity(Toy(), prior_posterior(Toy(), *toy, draws=30), *toy, sites=[])
