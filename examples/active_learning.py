@@ -32,7 +32,11 @@ def grow(choice: str, seed: int, rounds: int, batch: int, *, smoke: bool) -> lis
     """Return the accuracy on test digits after each round, before the first choice onwards."""
     data = prepare("digits", target_kind="class", test_fraction=0.4, seed=seed)
     model = pbnn.load_model(
-        MODEL, in_features=data.x_train.shape[1], out_features=10, hidden=4 if smoke else 30
+        MODEL,
+        in_features=data.x_train.shape[1],
+        out_features=10,
+        hidden=4 if smoke else 30,
+        weight_scale=4.0,
     )
     rng = np.random.default_rng(seed)
     labelled = rng.permutation(len(data.x_train))[:batch]
