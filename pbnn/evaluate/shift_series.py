@@ -67,7 +67,9 @@ def shift_table(
     for severity, x in sorted(series.items()):
         rows = indexable(x)
         mass = mass_of(model, posterior, rows, seen, units=units, seed=seed, **place)
-        scores = uncertainty_scores(model, posterior, rows, prediction=mass.prediction, **place)
+        scores = uncertainty_scores(
+            model, posterior, rows, prediction=mass.prediction, units=units, **place
+        )
         spread = scores["epistemic"]
         at_first = spread if at_first is None else at_first
         numbers = bootstrap_all(mass.statistics, len(mass.rows), replicates=replicates, seed=seed)
