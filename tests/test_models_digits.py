@@ -12,15 +12,19 @@ from pbnn.evaluate.calibration import expected_calibration_error
 
 SPLITS = StratifiedKFold(5, shuffle=True, random_state=0)
 FOLDS = list(SPLITS.split(*load_digits(return_X_y=True)))
+# In so few steps the KL divergence as it stands leaves most weights at their prior: in the first fold
+# 0.98 with an ECE of 0.13 for the images (1,500 steps), 0.89 for the rows (2,000). A tenth of it does
+# not, and is a tempered posterior.
+FIT = {"steps": 2500, "batch_size": 128, "particles": 1, "draws": 200, "kl_weight": 0.1}
 
 
-def held_out(name, in_features, shape, train, test, fit, **options):
+def held_out(name, in_features, shape, train, test, **options):
     """Return accuracy and expected calibration error of one fold."""
     x, y = (torch.as_tensor(part) for part in load_digits(return_X_y=True))
     x = ((x - x[train].mean()) / x[train].std()).float().reshape(-1, *shape)
     torch.manual_seed(0)
     model = pbnn.load_model(MODELS / f"{name}.py", in_features, out_features=10, **options)
-    posterior = pbnn.fit_svi(model, x[train], y[train], progress=False, **fit)
+    posterior = pbnn.fit_svi(model, x[train], y[train], progress=False, **FIT)
     p = pbnn.predict(model, posterior, x[test]).probabilities.numpy()
     accuracy = float(np.mean(p.argmax(1) == y[test].numpy()))
     return accuracy, expected_calibration_error(p, y[test], bins=10)
@@ -30,8 +34,7 @@ def held_out(name, in_features, shape, train, test, fit, **options):
 @pytest.mark.filterwarnings("ignore::pbnn.errors.ConvergenceWarning")
 @pytest.mark.parametrize(("train", "test"), FOLDS, ids=range(5))
 def test_images(train, test):
-    fit = {"steps": 2000, "batch_size": 128, "particles": 1, "draws": 200, "kl_weight": 0.1}
-    accuracy, error = held_out("convnet", 1, (1, 8, 8), train, test, fit)
+    accuracy, error = held_out("convnet", 1, (1, 8, 8), train, test)
     print(f"accuracy {accuracy:.4f}, ECE {error:.4f}")
     assert accuracy >= 0.97
     assert error < 0.03
@@ -41,7 +44,6 @@ def test_images(train, test):
 @pytest.mark.filterwarnings("ignore::pbnn.errors.ConvergenceWarning")
 @pytest.mark.parametrize(("train", "test"), FOLDS, ids=range(5))
 def test_rows_as_steps(train, test):
-    fit = {"steps": 2000, "batch_size": 128, "particles": 1, "draws": 200}
-    accuracy, _ = held_out("recurrent", 8, (8, 8), train, test, fit)
+    accuracy, _ = held_out("recurrent", 8, (8, 8), train, test)
     print(f"accuracy {accuracy:.4f}")
     assert accuracy >= 0.93
