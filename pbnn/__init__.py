@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pbnn.evaluate.ood import check_ood
     from pbnn.evaluate.prior_report import prior_report
     from pbnn.evaluate.recipes import mend, rank_sweep
+    from pbnn.evaluate.sensitivity import sensitivity
     from pbnn.evaluate.shift_series import shift_table
     from pbnn.evaluate.svi_report import svi_report
     from pbnn.front_door import check_model
@@ -71,6 +72,7 @@ _HOMES = {
     "rank_sweep": "pbnn.evaluate.recipes",
     "report_decisions": "pbnn.evaluate.decision_report",
     "sample_prior": "pbnn.prediction",
+    "sensitivity": "pbnn.evaluate.sensitivity",
     "shift_table": "pbnn.evaluate.shift_series",
     "svi_report": "pbnn.evaluate.svi_report",
     "to_inference_data": "pbnn.inference_data",
@@ -106,6 +108,7 @@ __all__ = [
     "rank_sweep",
     "report_decisions",
     "sample_prior",
+    "sensitivity",
     "shift_table",
     "svi_report",
     "to_inference_data",

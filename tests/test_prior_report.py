@@ -10,12 +10,13 @@ import pytest
 import torch
 from matplotlib.axes import Axes
 from model_cases import Linear, Toy, linear_data
+from network_cases import CASES
 from pyro.nn import PyroModule
 from torch import nn
 
 import pbnn
 from pbnn import cli
-from pbnn.errors import DataError
+from pbnn.errors import DataError, ModelError
 from pbnn.evaluate.functions import functions_of
 from pbnn.evaluate.prior_report import prior_report
 from pbnn.plots import plot_prior
@@ -155,7 +156,25 @@ def test_unstandardised_target_is_named(toy):
     assert "standardise y" in fault.why
 
 
-def test_refuses_few_draws(toy):
+def test_constants_are_not_yet_what_they_will_be():
+    """A rank-1 network's weights are constants: only after a fit can its prior be too narrow."""
+    model, x, y = CASES["rank1"].build()
+    assert not prior_report(model, x, y, draws=30).faults
+    nothing = pbnn.sample_prior(model, x, draws=30)
+    (fault,) = prior_report(model, x, y, draws=30, posterior=nothing).faults
+    assert fault.name == "pinned"
+
+
+def test_gates_of_a_recurrent_layer_are_taken_together():
+    model, x, y = CASES["recurrent"].build()
+    table = prior_report(model, x, y, draws=30).table
+    saturated = [name for name in table.index if name.startswith("saturated")]
+    assert saturated == ["saturated, every sigmoid", "saturated, every tanh"]
+
+
+def test_refuses_few_draws_and_no_input(toy):
+    with pytest.raises(ModelError, match="x is None"):
+        prior_report(Toy(), None, toy[1])
     with pytest.raises(DataError, match="draws is 5; expected 20 or more"):
         prior_report(Toy(), *toy, draws=5)
 

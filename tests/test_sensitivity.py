@@ -7,6 +7,7 @@ import pytest
 import torch
 from model_cases import Linear, Toy, linear_data, prior_posterior
 
+from pbnn import fit_svi
 from pbnn.errors import DataError, ModelError
 from pbnn.evaluate.power_scaling import cumulative_js, power_scaled
 from pbnn.evaluate.sensitivity import HELD_OUT, sensitivity
@@ -133,6 +134,22 @@ def test_power_scaled_model_has_the_scaled_density(toy):
     for name, term in before.items():
         assert after[name] == pytest.approx(powers.get(name, 1.0) * term, rel=1e-5)
     assert float(scaled.log_density(z)) == pytest.approx(sum(after.values()), rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("powers", [{"prior": 9.0}, {"likelihood": 9.0}])
+def test_refits_of_a_power_scaled_model_are_exact(powers):
+    """A Normal guide on one weight is the exact power-scaled posterior, closed-form KL or not."""
+    x, y = linear_data(6, 1, noise=1.0)
+    model = Linear(1, noise=1.0)
+    fit = fit_svi(
+        power_scaled(model, **powers), x, y, steps=2500, init_scale=0.15, compile=False,
+        progress=False, early_stopping=False,
+    )  # fmt: skip
+    mean, covariance = exact(model, x, y, **powers)
+    tensors = fit.approximation["tensors"]
+    assert float(tensors["loc"]) == pytest.approx(float(mean), rel=0.02)
+    assert float(tensors["scale"]) == pytest.approx(float(covariance) ** 0.5, rel=0.02)
 
 
 def test_cumulative_js_between_disjoint_and_equal():

@@ -30,6 +30,8 @@ _BOUNDED = {
 }
 # Share of the half width beyond which a unit is saturated: tanh's slope is below 0.02 there.
 SATURATED = 0.99
+# Calls of bounded activations that are told apart; of more, those of one name are taken together.
+_APART = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +46,7 @@ class Functions:
         certainty: Probability of the most probable class, `(draws, n)`; None where y is no class.
         log_density: Log density of the sampled y under its draw, over all rows, `(draws,)`.
         saturated: By bounded activation, in the order in which the model calls them, the share of
-            values that are within a hundredth of their bounds.
+            values that are within a hundredth of their bounds; by name, where there are over eight.
     """
 
     f: Tensor
@@ -163,12 +165,14 @@ class _Calls(TorchFunctionMode):
     def shares(self, rows: int) -> dict[str, Tensor]:
         """Return by activation of hidden units, rows first, the share of its saturated values."""
         found = [(name, value) for name, value in self._found if value.shape[:1] == (rows,)]
-        shares = {}
+        shares: dict[str, list[Tensor]] = {}
         for number, (name, value) in enumerate(found, 1):
             middle, half = _BOUNDED[name]
             beyond = (value - middle).abs() > SATURATED * half
-            shares[f"{name} {number}"] = beyond.to(value.dtype).mean()
-        return shares
+            # A layer that runs once for each step of a sequence calls one for each gate and step.
+            label = f"{name} {number}" if len(found) <= _APART else f"every {name}"
+            shares.setdefault(label, []).append(beyond.to(value.dtype).mean())
+        return {label: torch.stack(each).mean() for label, each in shares.items()}
 
 
 @contextmanager

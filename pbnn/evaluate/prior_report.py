@@ -1,12 +1,13 @@
 """What a prior says about functions and data, and what is wrong with it, before and after a fit."""
 
+import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from pbnn.errors import DataError
+from pbnn.errors import DataError, ModelError
 from pbnn.evaluate.functions import Functions, functions_of
 from pbnn.infer.posterior import Posterior
 from pbnn.model import Data, Model, indexable, leaves, take
@@ -121,6 +122,9 @@ def prior_report(
     for a linear model with known noise; a mean-field guide pays more. The KL share holds it against
     the expected log-likelihood, as `pbnn.svi_report` does.
 
+    Parameters without a prior are taken as they are, or as the posterior has them; before a fit,
+    which would learn them, no prior beside them is called "pinned" or "flat".
+
     Args:
         model: A Pyro model with one observed site and its rows in plate `data`.
         x: Training rows.
@@ -132,14 +136,19 @@ def prior_report(
 
     Raises:
         DataError: x or y cannot be used, or draws is below 20.
-        ModelError: A prior cannot be sampled, or the posterior is not one of this model.
+        ModelError: The model has no x, a prior cannot be sampled, or the posterior is not one of
+            this model.
     """
     if draws < 20:
         raise DataError(f"draws is {draws}; expected 20 or more")
+    if x is None:
+        raise ModelError("x is None: a model without input has no function; see sample_prior")
     x, y = indexable(x), indexable(y)
-    count = len(leaves(x)[0][1]) if x is not None else 0
-    rows = torch.linspace(0, max(count - 1, 0), min(count, ROWS), dtype=torch.float64)
+    count = len(leaves(x)[0][1])
+    rows = torch.linspace(0, count - 1, min(count, ROWS), dtype=torch.float64)
     rows = rows.round().long().unique()
+    if posterior is not None:
+        model = _with_constants(model, posterior)
     x, y = take(x, rows), take(y, rows)
     options = {"seed": seed, "device": device}
     prior = sample_prior(model, x, draws=draws, **options)  # type: ignore[arg-type]
@@ -155,11 +164,22 @@ def prior_report(
         table=table,
         sites=sites,
         bands=_bands(before, rows),
-        faults=tuple(_faults(before, target, table, sites)),
+        faults=tuple(
+            _faults(before, target, table, sites, fixed=after is not None or not prior.constants)
+        ),
         rows=rows,
         f=before.f,
         y=before.y,
     )
+
+
+def _with_constants(model: Model, posterior: Posterior) -> Model:
+    """Return a copy of a module with the parameters and buffers that a fit left."""
+    if not isinstance(model, nn.Module) or not posterior.constants:
+        return model
+    model = copy.deepcopy(model)
+    model.load_state_dict(posterior.first_state(), strict=False)
+    return model
 
 
 def _thinned(posterior: Posterior) -> Posterior:
@@ -284,10 +304,17 @@ def _bands(functions: Functions, rows: Tensor) -> "pd.DataFrame":
 
 
 def _faults(
-    prior: Functions, target: Tensor, table: "pd.DataFrame", sites: "pd.DataFrame"
+    prior: Functions,
+    target: Tensor,
+    table: "pd.DataFrame",
+    sites: "pd.DataFrame",
+    *,
+    fixed: bool,
 ) -> list[PriorFault]:
     """Name what is wrong with a prior, and what it did to the fit where there is one."""
-    found = _narrow(prior, target) or _wide(prior, table["prior"])
+    narrow = _narrow(prior, target)
+    # Where constants are still to be learned, they move what the priors hold in place.
+    found = (narrow if fixed else {}) or ({} if narrow else _wide(prior, table["prior"]))
     full = {name: share for name, share in prior.saturated.items() if share > MOST}
     if full:
         listed = ", ".join(f"{share:.0%} of {name}" for name, share in full.items())
