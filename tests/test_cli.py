@@ -178,6 +178,39 @@ def test_ctrl_c_between_fits_keeps_what_is_done(table, tmp_path, monkeypatch, ca
     assert "interrupted" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [
+        ("map", ["--steps", "20"]),
+        ("ensemble", ["--option", "members=2", "--steps", "20"]),
+        ("sgmcmc", ["--steps", "40", "--draws", "5", "--option", "algorithm=sgld"]),
+    ],
+)
+def test_fit_takes_any_road(method, more, table, tmp_path, capsys):
+    status = run(
+        "fit", MODELS / "regression.py", "--dataset", table, "--target", "y", "--drop", "kind",
+        "--out", tmp_path / "run", "--set", "hidden=3", "--quiet", "--method", method, *more,
+    )  # fmt: skip
+    assert status == 0, capsys.readouterr().err
+    assert Run.load(tmp_path / "run").posteriors() == [method]
+    assert (tmp_path / "run" / f"{method}.nc").is_file()
+
+
+def test_compare_takes_any_roads(table, tmp_path, capsys):
+    status = run(
+        "compare", MODELS / "regression.py", "--dataset", table, "--target", "y", "--drop", "kind",
+        "--out", tmp_path / "run", *SMALL, "--roads", "normal", "swag",
+        "--option", "swag.steps=20", "--option", "swag.snapshots=3", "--option", "swag.every=2",
+    )  # fmt: skip
+    printed = capsys.readouterr()
+    assert status == 0, printed.err
+    assert "no MCMC reference" in printed.out
+    assert list(pd.read_csv(tmp_path / "run" / "table.csv", index_col=0).index) == [
+        "normal",
+        "swag",
+    ]
+
+
 def test_options_take_python_literals_and_words():
     assert roads.named_values(
         "--set", ["hidden=64", "activation=relu", "weight_scale=0.5", "flag=True"]

@@ -60,7 +60,10 @@ def road_options(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         DataError: The road has no such option.
     """
     fit, method = check_road(name), _method(name)
-    known = inspect.signature(fit).parameters
+    parameters = inspect.signature(fit).parameters
+    known = [n for n, p in parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    # A fit with further options hands them on to another one, and names what that does not take.
+    hands_on = len(known) < len(parameters)
     alone = hasattr(arguments, "method")
     if not alone:
         _check_owners(arguments)
@@ -71,7 +74,7 @@ def road_options(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     spelled |= {f"--option {option}": option for option in more}
     taken = {"model", "x", "y", "seed", "device", "progress"}
     for flag, option in spelled.items():
-        if option not in known or option in taken:
+        if option in taken or (option not in known and not hands_on):
             free = ", ".join(o for o in known if o not in taken)
             raise DataError(f"{flag}: {fit.__name__} has no such option here; it takes {free}")
     if name in GUIDES:
