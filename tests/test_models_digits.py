@@ -12,9 +12,8 @@ from pbnn.evaluate.calibration import expected_calibration_error
 
 SPLITS = StratifiedKFold(5, shuffle=True, random_state=0)
 FOLDS = list(SPLITS.split(*load_digits(return_X_y=True)))
-# In so few steps the KL divergence as it stands leaves most weights at their prior: in the first fold
-# 0.98 with an ECE of 0.13 for the images (1,500 steps), 0.89 for the rows (2,000). A tenth of it does
-# not, and is a tempered posterior.
+# With the whole KL divergence the first fold had, after 1,500 steps of the images, an accuracy of
+# 0.978 and an ECE of 0.13, and after 2,000 steps of the rows 0.89. A tenth of it is tempered.
 FIT = {"steps": 2500, "batch_size": 128, "particles": 1, "draws": 200, "kl_weight": 0.1}
 
 
