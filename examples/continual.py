@@ -117,11 +117,12 @@ def main() -> None:
     seeds, steps, hidden = arguments.seeds, arguments.steps, 50
     if arguments.smoke:
         seeds, steps, hidden = 1, 20, 4
+    roads = dict(list(ROADS.items())[: 2 if arguments.smoke else None])
     rows = []
     for seed in range(seeds):
         parts = tasks(seed)[: 2 if arguments.smoke else None]
         trains, tests = ([part[k] for part in parts] for k in (0, 1))
-        for name, road in ROADS.items():
+        for name, road in roads.items():
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", PbnnWarning)
                 model, posterior = road(trains, hidden, steps, seed)
@@ -132,7 +133,7 @@ def main() -> None:
     table = frame.pivot_table("accuracy", "road", "task")
     table["mean"] = table.mean(axis=1)
     print(f"accuracy on held-out digits after {len(trains)} tasks, mean of {seeds} seeds")
-    print(table.loc[list(ROADS)].to_string(float_format=lambda v: f"{v:.3f}"))
+    print(table.loc[list(roads)].to_string(float_format=lambda v: f"{v:.3f}"))
 
 
 if __name__ == "__main__":
