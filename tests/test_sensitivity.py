@@ -121,6 +121,16 @@ def test_untrusted_weights_are_not_known_until_refitted():
     assert moved == pytest.approx(float(x[0].double() @ mean), abs=4 * error)
 
 
+def test_network_by_default(toy):
+    """Its site of one value, E[y] and the held-out density, one line each."""
+    posterior = prior_posterior(Toy(), *toy, draws=200)
+    held = (toy[0][:5], toy[1][:5])
+    found = sensitivity(Toy(), posterior, *toy, inputs=toy[0][:2], held_out=held, power=1.01)
+    names = ["E[y] at input 0", "E[y] at input 1", "fc2.bias", "sigma", HELD_OUT]
+    assert list(found.table.index) == names
+    assert str(found).count("\n") == 4
+
+
 def test_power_scaled_model_has_the_scaled_density(toy):
     """Its log joint is the sum of its parts times their powers; samples and names stay."""
     model = Toy()

@@ -194,7 +194,8 @@ class _Asked:
                     tail = f", output {output}" if outputs > 1 else ""
                     values[f"E[y] at input {row}{tail}"] = location[:, row, output].numpy()
         for name in self.sites:
-            flat = posterior.draws[name].flatten(0, 1).double().flatten(1)
+            value = posterior.draws[name].flatten(0, 1).double()
+            flat = value.reshape(len(value), -1)
             for k in range(flat.shape[1]):
                 values[name if flat.shape[1] == 1 else f"{name}[{k}]"] = flat[:, k].numpy()
         densities = None
