@@ -86,6 +86,7 @@ def test_a_rejected_option_leaves_no_folder(more, named, table, tmp_path, capsys
         (["--roads", "normal", "nope"], "road 'nope'"),
         (["--roads", "normal"], "two or more"),
         (["--option", "particles=2"], "expected ROAD.NAME=VALUE"),
+        (["--draws", "0"], "draws"),
         (["--option", "normal.colour=2"], "--option colour: fit_svi has no such option"),
     ],
 )

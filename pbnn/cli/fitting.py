@@ -51,6 +51,7 @@ def run_compare(arguments: argparse.Namespace) -> None:
         reference="nuts" if "nuts" in fits else None,
         repeats=repeats,
         elsewhere=away(data.x_test, data.x_train, seed=arguments.seed),
+        train=(data.x_train, data.y_train),
         units=data.preprocessor.target_units,
         seed=arguments.seed,
         device=arguments.device,

@@ -24,6 +24,8 @@ SOONER: dict[str, dict[str, Any]] = {
     "svi": {"steps": 5000},
     "nuts": {"warmup": 500, "draws": 500},
 }
+# Numbers from 1 up, whatever the road: a fit that comes last must not be the first to say so.
+COUNTS = ("steps", "batch_size", "chains", "draws")
 # Of these, `compare` gives the first to guides and the second to NUTS, and no other road has any.
 COMPARED = {"svi": ("steps", "lr", "batch_size"), "nuts": ("chains", "warmup", "draws")}
 
@@ -59,6 +61,8 @@ def road_options(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     Raises:
         DataError: The road has no such option.
     """
+    from pbnn.infer.options import whole_number
+
     fit, method = check_road(name), _method(name)
     parameters = inspect.signature(fit).parameters
     known = [n for n, p in parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD]
@@ -77,6 +81,9 @@ def road_options(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         if option in taken or (option not in known and not hands_on):
             free = ", ".join(o for o in known if o not in taken)
             raise DataError(f"{flag}: {fit.__name__} has no such option here; it takes {free}")
+    for flag in COUNTS:
+        if flag in given:
+            whole_number(flag, given[flag])
     if name in GUIDES:
         given["guide"] = name
     return {**SOONER.get(method, {}), **given, **more}
