@@ -194,6 +194,7 @@ def test_fit_takes_any_road(method, more, table, tmp_path, capsys):
     assert status == 0, capsys.readouterr().err
     assert Run.load(tmp_path / "run").posteriors() == [method]
     assert (tmp_path / "run" / f"{method}.nc").is_file()
+    assert (tmp_path / "run" / "sharpness.csv").is_file() == (method == "map")
 
 
 def test_compare_takes_any_roads(table, tmp_path, capsys):

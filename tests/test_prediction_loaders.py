@@ -325,3 +325,15 @@ def test_errors_of_classes_are_the_spread_of_repetitions():
         ratio = float(torch.stack(errors[name]).mean() / torch.stack(found[name]).std())
         assert ratio == pytest.approx(1.0, abs=0.27), name
     assert float(torch.stack(errors["entropy"]).mean()) < 5e-3
+
+
+def test_a_model_without_input_or_parameters_has_a_prior():
+    def model(x, y=None):
+        mean = pyro.sample("mean", dist.Normal(0.0, 2.0))
+        pyro.sample("y", dist.Normal(mean, torch.ones(3)).to_event(1), obs=y)
+        return mean
+
+    mean = sample_prior(model, None, draws=4000, seed=3).draws["mean"]
+    assert mean.shape == (1, 4000)
+    # The standard error of a standard deviation over n draws is scale / sqrt(2 n).
+    assert abs(float(mean.std()) - 2.0) < 4 * 2.0 / (2 * 4000) ** 0.5

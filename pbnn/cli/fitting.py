@@ -73,6 +73,8 @@ def run_fit(arguments: argparse.Namespace) -> None:
         posterior = _kept(run, name, _fitted(run, data, arguments, name))
     if arguments.method == "svi":
         _report(run, data, posterior, arguments)
+    elif arguments.method in ("map", "swag"):
+        _report_sharpness(run, data, posterior, arguments)
     units = data.preprocessor.target_units
     prediction = predict(run.model, posterior, data.x_test, units=units, device=arguments.device)
     _export(run, data, {name: posterior}, {name: prediction}, arguments)
@@ -87,6 +89,20 @@ def _report(
     report = svi_report(posterior, run.model, data.x_train, data.y_train, device=arguments.device)
     run.write_table("svi_sites", report.sites)
     print(f"\n{report}\n")
+
+
+def _report_sharpness(
+    run: "Run", data: "Dataset", posterior: "Posterior", arguments: argparse.Namespace
+) -> None:
+    """Print how sharp the loss is where the network was trained to, and keep the table."""
+    from pbnn.evaluate.sharpness import check_sharpness
+
+    sharpness = check_sharpness(
+        run.model, posterior, data.x_train, data.y_train, device=arguments.device
+    ).to_frame()
+    run.write_table("sharpness", sharpness, index=False)
+    text = sharpness.to_string(index=False)
+    print(f"\nsharpness of -log joint / rows at the mean of the draws:\n{text}\n")
 
 
 def _start(arguments: argparse.Namespace) -> tuple["Run", "Dataset"]:

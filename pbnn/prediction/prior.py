@@ -53,7 +53,12 @@ def sample_prior(
         raise DataError(f"draws is {draws}; expected 1 or more")
     model, x, _ = prepare(model, x, device=device, dtype=dtype)
     x = take(x, slice(0, 2))
-    where = leaves(x)[0][1].device if x is not None else next(model.parameters()).device
+    held = (
+        leaves(x)[0][1]
+        if x is not None
+        else next(model.parameters(), torch.empty(0, device=device))
+    )
+    where = held.device
     with isolated(seed, where), torch.no_grad():
         try:
             trace = run(model, {}, x, checks=True)
