@@ -38,10 +38,12 @@ SITES = {
 def outputs(bound, values):
     """Return f(x) at the first two rows of draws `(lanes, …)`, each `(lanes, …)`."""
     names = list(values)
+    state = {**bound.constants(), **bound.buffers()}
 
     def one(*drawn):
         given = dict(zip(names, drawn, strict=True))
-        return run(bound.model, given, bound.x, bound.y, fill=bound.fill).nodes["_RETURN"]["value"]
+        trace = run(bound.model, given, bound.x, bound.y, fill=bound.fill, state=state)
+        return trace.nodes["_RETURN"]["value"]
 
     mapped = one
     some = values[names[0]]
@@ -110,5 +112,9 @@ def test_ranks_of_a_logit_are_uniform():
 def test_ranks_of_the_truth_are_uniform(name):
     """200 replicates, a level of 0.001 for each file: 3 to 5 tests of it."""
     sizes = {"replicates": 200, "warmup": 80, "draws": 15, "thin": 3, "depth": 5, "bins": 8}
+    if name == "ard":
+        # From the prior into the half-Cauchy's funnel is a longer way: after 80 transitions the
+        # ranks of the scale were still those of the starts.
+        sizes |= {"warmup": 300, "thin": 6, "depth": 8}
     tests = p_values(name, *SITES[name], **sizes)
     assert min(tests.values()) > 0.001 / len(tests), tests
