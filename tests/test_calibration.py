@@ -57,6 +57,18 @@ def test_coverage_refuses_shapes_that_would_be_broadcast_and_no_rows():
         interval_coverage(torch.zeros(1), torch.ones(1), torch.tensor([torch.nan]))
 
 
+def test_coverage_refuses_an_end_that_is_nan_where_y_is_seen():
+    lower, upper = torch.zeros(3, 2), torch.ones(3, 2)
+    y = torch.full((3, 2), 0.5)
+    lower[1, 1] = torch.nan
+    with pytest.raises(DataError, match=r"lower is NaN in row 1 \(1 of 3 rows\)"):
+        interval_coverage(lower, upper, y)
+    with pytest.raises(DataError, match=r"upper is NaN in row 1 \(1 of 3 rows\)"):
+        interval_coverage(upper, lower, y)
+    y[1, 1] = torch.nan
+    assert interval_coverage(lower, upper, y) == 1.0
+
+
 def test_calibration_error_of_full_confidence_and_empty_bins():  # fault 35
     """Ten rows of confidence exactly 1, seven right: |0.7 − 1|; nine bins are empty."""
     probabilities = torch.eye(2)[torch.zeros(10, dtype=torch.int64)]

@@ -40,6 +40,19 @@ def test_weights_are_those_of_a_direct_search():
     torch.testing.assert_close(stacking_weights(density + 500.0), found)  # differences count
 
 
+def test_rows_that_no_chain_can_give_weigh_all_alike():
+    torch.manual_seed(1)
+    density = torch.randn(3, 30)
+    none = torch.full((3, 2), -torch.inf)
+    torch.testing.assert_close(
+        stacking_weights(torch.cat([none, density], 1)), stacking_weights(density)
+    )
+    with pytest.raises(ModelError, match="no row has a density above 0"):
+        stacking_weights(none)
+    with pytest.raises(ModelError, match=r"NaN or \+inf"):
+        stacking_weights(torch.cat([density, none * torch.nan], 1))
+
+
 def bent(x, y=None):
     """A slope with heavy-tailed noise: rows of two slopes give a posterior of two modes."""
     w = pyro.sample("w", dist.Normal(0.0, 2.0))

@@ -181,7 +181,7 @@ def interval_coverage(lower: ArrayLike, upper: ArrayLike, y: ArrayLike) -> float
         y: Observations; NaN is left out.
 
     Raises:
-        DataError: Shapes differ, or there is no observation.
+        DataError: Shapes differ, there is no observation, or an end of one is NaN.
     """
     low, high, seen = (np.asarray(value, dtype=np.float64) for value in (lower, upper, y))
     if not low.shape == high.shape == seen.shape:
@@ -192,6 +192,8 @@ def interval_coverage(lower: ArrayLike, upper: ArrayLike, y: ArrayLike) -> float
     there = ~np.isnan(seen)
     if not there.any():
         raise DataError("coverage of no observations; expected at least one row with y")
+    for name, end in (("lower", low), ("upper", high)):
+        column(np.where(there, end, 0.0).max(tuple(range(1, end.ndim))), name)  # refuses NaN
     return float(((low <= seen) & (seen <= high))[there].mean())
 
 

@@ -85,6 +85,12 @@ def stack_chains(
         f"{', '.join(f'{w:.2f}' for w in weights.tolist())} by what each predicts of left-out "
         "rows, not by the mass of its mode"
     ]
+    impossible = int(density.isneginf().all(0).sum())
+    if impossible:
+        notes.append(
+            f"{impossible} of {density.shape[1]} rows have density 0 under all chains: they are "
+            "left out of the weights"
+        )
     if untrusted:
         notes.append(
             f"Pareto k is above {TRUSTED_K} for {untrusted} of {density.shape[1]} rows: the "
@@ -106,12 +112,21 @@ def stacking_weights(density: Tensor) -> Tensor:
     max_k mean_i p_k / Σ_j w_j p_j − 1 for a concave function, is below 1e-6.
 
     Args:
-        density: Log densities `(chains, rows)`.
+        density: Log densities `(chains, rows)`. A row that has −inf under all chains weighs them
+            alike, and is left out.
 
     Returns:
         `(chains,)`, in float64.
+
+    Raises:
+        ModelError: A density is NaN or +inf, or no row has a density above 0 under any chain.
     """
-    ratio = (density.double() - density.double().max(0).values).exp()
+    if (density.isnan() | density.isposinf()).any():
+        raise ModelError("a log density to stack is NaN or +inf; expected numbers, or -inf")
+    density = density.double()[:, ~density.isneginf().all(0)]
+    if not density.shape[1]:
+        raise ModelError("no row has a density above 0 under any chain: nothing to weight them by")
+    ratio = (density - density.max(0).values).exp()
     weights = torch.full((len(ratio),), 1 / len(ratio), dtype=torch.float64)
     for _ in range(_ITERATIONS):
         gain = (ratio / (weights @ ratio)).mean(1)
