@@ -504,7 +504,7 @@ def test_no_tensor_is_larger_than_a_block(model, x, width, monkeypatch):
     posterior = prior_posterior(model, x[:5], torch.randn(5), draws=100)
     assert Runner(model, posterior, x, None).width == width
     with Largest() as largest:
-        predict(model, posterior, x)
+        predict(model, posterior, x, quantiles=())  # what is held for these has a bound of its own
     assert largest.values <= 2**18 < 100 * min(len(x), runner.BLOCK_ROWS) * width
 
 

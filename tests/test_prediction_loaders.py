@@ -284,8 +284,8 @@ def test_errors_are_the_spread_of_repetitions(correlation, markov):
         "mean": (values.mean(0), monte_carlo.error(values)),
         "scale": monte_carlo.root_mean(squares),
         "log mean exp": monte_carlo.log_mean_exp(-0.5 * (values - 1.0).square()),
-        "median": monte_carlo.quantiles(values, [0.5])[0],
-        "tail": monte_carlo.quantiles(values, [0.1])[0],
+        "median": monte_carlo.quantiles(values[..., None], [0.5])[0],
+        "tail": monte_carlo.quantiles(values[..., None], [0.1])[0],
     }
     for name, (estimates, errors) in found.items():
         ratio = float(errors.square().mean().sqrt() / estimates.std())
@@ -295,7 +295,7 @@ def test_errors_are_the_spread_of_repetitions(correlation, markov):
 def test_quantiles_are_numpys():
     values = torch.randn(101, 3, 2)
     for p in (0.0, 0.05, 0.5, 1.0):
-        ((found, error),) = MonteCarlo(1, 101, markov=False).quantiles(values, [p])
+        ((found, error),) = MonteCarlo(1, 101, markov=False).quantiles(values[..., None], [p])
         np.testing.assert_allclose(found, np.quantile(values.numpy(), p, axis=0), rtol=1e-6)
         assert bool(error.isnan().all()) == (p in (0.0, 1.0))
 
@@ -337,3 +337,16 @@ def test_a_model_without_input_or_parameters_has_a_prior():
     assert mean.shape == (1, 4000)
     # The standard error of a standard deviation over n draws is scale / sqrt(2 n).
     assert abs(float(mean.std()) - 2.0) < 4 * 2.0 / (2 * 4000) ** 0.5
+
+
+def test_quantiles_of_one_draw_are_those_of_its_distribution():
+    x = torch.randn(5, 2)
+    point = prior_posterior(Toy(), x, torch.zeros(5), draws=1)
+    f = function_draws(Toy(), point, x).reshape(5)
+    scale = point.draws["sigma"].reshape(())
+    found = predict(Toy(), point, x, quantiles=(0.05, 0.5))
+    # The standard error of a quantile of 1,000 values is sqrt(p (1 - p) / 1000) / density.
+    low, middle = found.quantiles.values()
+    assert ((low - (f - 1.645 * scale)).abs() < 4 * 0.067 * scale).all()
+    assert ((middle - f).abs() < 4 * 0.04 * scale).all()
+    assert found.mcse["q0.5"].isnan().all()

@@ -42,6 +42,10 @@ __all__ = [
 ]
 
 
+SAMPLES = 1000
+"""Sampled y behind the quantiles of a row, at least; draws beyond as many give one each."""
+
+
 def predict(
     model: Model,
     posterior: Posterior,
@@ -69,7 +73,8 @@ def predict(
             loader gives its own.
         quantiles: Probabilities of the quantiles; none for classes.
         units: How y was standardised; results are in the user's units.
-        seed: Seed of the sampled y behind the quantiles.
+        seed: Seed of the sampled y behind the quantiles: one for each draw, or several where there
+            are fewer than 1,000 draws.
         device: Where to run; by default where the model's parameters or x are.
         progress: Whether to show a progress bar on stderr.
 
@@ -84,7 +89,11 @@ def predict(
         if not 0 <= p <= 1:
             raise DataError(f"quantile {p}; expected a probability from 0 to 1")
     runner = Runner(model, posterior, x, device, y, scored=True)
-    read = _moments(runner, sample=bool(quantiles))
+    # Few draws, such as the members of an ensemble, give several y each: quantiles are those of the
+    # mixture, whatever the number of its parts.
+    repeats = -(-SAMPLES // runner.draws) if quantiles else 0
+    runner.outputs *= max(1, repeats)
+    read = _moments(runner, samples=repeats)
     monte_carlo = MonteCarlo(posterior.chains, posterior.draws_per_chain, markov=posterior.markov)
     count = None if is_loader(x) else rows_of(x)
     values, mcse = Rows(count), Rows(count)
@@ -372,8 +381,11 @@ def _log_scale(runner: Runner, units: "Units | None") -> dict[str, float]:
     }
 
 
-def _moments(runner: Runner, *, sample: bool) -> Reader:
-    """Return the function that reads moments (or class probabilities) off the observed site."""
+def _moments(runner: Runner, *, samples: int) -> Reader:
+    """Return the function that reads moments (or class probabilities) off the observed site.
+
+    With samples it reads as many y as well, one after another along a last axis.
+    """
     name = runner.single_observed()
 
     def read(trace: poutine.Trace) -> dict[str, Tensor]:
@@ -390,7 +402,8 @@ def _moments(runner: Runner, *, sample: bool) -> Reader:
                 f"site {name!r} is {type(unwrapped(fn)).__name__}, which has no mean and variance; "
                 "use predictive for samples"
             ) from error
-        return {**out, "y": sampled(fn)} if sample else out
+        drawn = [sampled(fn) for _ in range(samples)]
+        return {**out, "y": torch.stack(drawn, -1)} if samples else out
 
     return read
 

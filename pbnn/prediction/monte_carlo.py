@@ -62,22 +62,23 @@ class MonteCarlo:
     def quantiles(
         self, values: Tensor, probabilities: Sequence[float]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Return quantiles of values, each with its error, in float64.
+        """Return quantiles of values `(chain × draw, …, samples)`, each with its error, in float64.
 
         The error of independent draws is half of the distance between the quantiles one standard
         error of the probability below and above, sqrt(p (1 − p) / S); that of Markov chains is
         larger in the ratio in which the error of the share of draws below the quantile is larger
         (Vehtari et al. 2021, section 4.4). The least and the largest draw have none: NaN.
         """
-        shape = values.shape[1:]
-        ordered = np.sort(values.flatten(1).T.contiguous().numpy(), axis=1)
+        shape = values.shape[1:-1]
+        together = values.movedim(-1, 1).flatten(0, 1)
+        ordered = np.sort(together.flatten(1).T.contiguous().numpy(), axis=1)
         out = []
         for p in probabilities:
-            spread = (p * (1 - p) / len(values)) ** 0.5
+            spread = (p * (1 - p) / len(together)) ** 0.5
             low, quantile, high = (
                 _at(ordered, at).reshape(shape) for at in (p - spread, p, p + spread)
             )
-            share = self.error((values <= quantile).to(values.dtype))
+            share = self.error((values <= quantile[..., None]).to(values.dtype).mean(-1))
             ratio = share / spread if spread else torch.full(shape, torch.nan)
             out.append((quantile, ratio * (high - low) / 2))
         return out

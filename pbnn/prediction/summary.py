@@ -31,7 +31,7 @@ class Prediction:
         epistemic_scale: Standard deviation over draws of E[y given draw and x].
         aleatoric_scale: Square root of the mean over draws of Var[y given draw and x].
         quantiles: Quantiles of the posterior predictive, by probability, each shaped like `mean`.
-            Sampled: one y for each draw.
+            Sampled: one y for each draw, or several where draws are few.
         probabilities: Mean over draws of the class probabilities.
         entropy: Entropy of `probabilities`, in nats, `(n,)`.
         mutual_information: `entropy` less the mean entropy of the draws, in nats, `(n,)`.
@@ -155,9 +155,9 @@ def summarise(
     """Sum up what was read for a block of rows at all draws.
 
     Args:
-        values: `location` and `variance` of y, and samples `y` where there are quantiles, each
-            `(draws, rows, …)`; or `probabilities`, `(draws, rows, classes)`; and `log_likelihood`,
-            `(draws, rows)`, where y was given.
+        values: `location` and `variance` of y, each `(draws, rows, …)`, and where there are
+            quantiles, samples `y`, `(draws, rows, …, samples)`; or `probabilities`,
+            `(draws, rows, classes)`; and `log_likelihood`, `(draws, rows)`, where y was given.
         monte_carlo: What computes errors.
         quantiles: Probabilities of the quantiles.
     """
