@@ -4,7 +4,7 @@ import pytest
 import torch
 from model_cases import Linear, linear_data, prior_posterior
 
-from pbnn.errors import DataError
+from pbnn.errors import DataError, PbnnWarning
 from pbnn.evaluate.acceptance import check_posterior
 from pbnn.evaluate.costs import Costs
 
@@ -50,3 +50,18 @@ def test_nothing_to_check_and_empty_sets_are_named(rows):
     empty = {"near": torch.zeros(0, 2)}
     with pytest.raises(DataError, match="'near' has no rows"):
         check_posterior(model, posterior, validation, test, x_train=test[0], ood=empty)
+
+
+def test_too_few_rows_pass_no_criterion(rows):
+    """One row far away ranks above all: its AUROC is 1, and so are those of its resamples."""
+    model, posterior, validation, test = rows
+    options = {"x_train": test[0], "ood": {"far": 50 * test[0][:1]}}
+    with pytest.warns(PbnnWarning, match=r"fewer than 10 rows: 'far' \(1\)"):
+        found = check_posterior(model, posterior, validation, test, **options)
+    assert [line.passed for line in found.checklist[:2]] == [False, False]
+    assert "of too few rows (1)" in str(found.checklist[0])
+    assert found.ood.verdict == "too few rows"
+    few = (test[0][:9], test[1][:9])
+    with pytest.warns(PbnnWarning, match=r"fewer than 10 rows: 'id' \(9\), 'far' \(1\)"):
+        found = check_posterior(model, posterior, validation, few, **options)
+    assert not any(line.passed for line in found.checklist)

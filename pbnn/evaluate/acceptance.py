@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pbnn.errors import DataError
+from pbnn.evaluate.bootstrap import Interval
 from pbnn.evaluate.costs import Costs
 from pbnn.evaluate.decision import DecisionRule, fit_decision_rule
 from pbnn.evaluate.decision_report import DecisionReport, Requirement, report_decisions
 from pbnn.evaluate.features import FeatureDensity
 from pbnn.evaluate.ood import ID, OodReport, check_ood
 from pbnn.evaluate.shift_series import shift_table
+from pbnn.evaluate.verdict import FEW_ROWS
 from pbnn.infer.posterior import Posterior
 from pbnn.model import Data, Model
 
@@ -138,31 +140,36 @@ def check_posterior(
 
 def _criteria(report: OodReport, sets: list[str]) -> list[Requirement]:
     """Return what the criteria of collapse require, a line each."""
+
+    def number_of(value: Interval, rows: int) -> str:
+        return f"{value}" if rows >= FEW_ROWS else f"{value}, of too few rows ({rows})"
+
     lines = []
     for name in sets:
+        rows = report.rows(name)
         signal = report.interval("A", name, "auroc_epistemic")
         direction = report.interval("B", name, "log_ratio")
         lines += [
             Requirement(
                 f"A, epistemic spread ranks {name!r} above test rows, AUROC",
-                str(signal),
+                number_of(signal, rows),
                 "lower end above 0.5",
-                signal.low > 0.5,
+                signal.low > 0.5 and rows >= FEW_ROWS,
             ),
             Requirement(
                 f"B, log ratio of its mean square on {name!r} to that on test rows",
-                str(direction),
+                number_of(direction, rows),
                 "lower end above 0",
-                direction.low > 0,
+                direction.low > 0 and rows >= FEW_ROWS,
             ),
         ]
     number = "ece" if ("C", ID, "ece") in report.table.index else "coverage_90"
     lines.append(
         Requirement(
             f"C, {number} on test rows",
-            str(report.interval("C", ID, number)),
+            number_of(report.interval("C", ID, number), report.rows(ID)),
             "not wholly above 0.1" if number == "ece" else "not wholly outside 0.85 to 0.95",
-            ID not in report.faults,
+            ID not in report.faults and report.rows(ID) >= FEW_ROWS,
         )
     )
     return lines

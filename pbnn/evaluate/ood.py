@@ -23,7 +23,7 @@ from pbnn.evaluate.field import distance_to_training
 from pbnn.evaluate.linearised import linearised_variance
 from pbnn.evaluate.mass import Mass, mass_of, miscalibrated
 from pbnn.evaluate.scores import combined, uncertainty_scores
-from pbnn.evaluate.verdict import ORDER, Verdict, judge
+from pbnn.evaluate.verdict import FEW_ROWS, ORDER, Verdict, judge
 from pbnn.front_door import bind
 from pbnn.infer.covariance import GaussianCovariance
 from pbnn.infer.posterior import Posterior
@@ -81,6 +81,10 @@ class OodReport:
         if key not in self.table.index:
             raise DataError(f"no number {key}; the table has {self.table.index.tolist()}")
         return Interval(*(float(self.table[name][key]) for name in ("value", "low", "high")))
+
+    def rows(self, name: str) -> int:
+        """Return how many rows a set has, or those in distribution where they are fewer."""
+        return min(len(self.scores[inputs]["epistemic"]) for inputs in (ID, name))
 
     @property
     def worst(self) -> str:
@@ -172,6 +176,7 @@ def check_ood(
         ModelError: The posterior is not one of this model.
     """
     sets = _sets(x, y, ood)
+    size = _sizes(sets)
     x_train = indexable(x_train)
     place: dict[str, Any] = {"device": device, "progress": progress}
     masses = {
@@ -204,6 +209,8 @@ def check_ood(
                 numbers["B", name, "log_ratio"],
                 # What is bad in distribution is bad for each set.
                 faults.get(ID, faults.get(name)),
+                rows=min(size[ID], size[name]),
+                draws=posterior.chains * posterior.draws_per_chain,
             )
             for name in ood
         },
@@ -232,6 +239,20 @@ def _sets(x: Data, y: Data, ood: Mapping[str, Data]) -> dict[str, tuple[Data, Te
         if not leaves(rows) or len(indexable(leaves(rows)[0][1])) == 0:
             raise DataError(f"the set {name!r} has no rows; expected at least one")
     return {name: (indexable(rows), _observations(seen)) for name, (rows, seen) in sets.items()}
+
+
+def _sizes(sets: Mapping[str, tuple[Data, Tensor | None]]) -> dict[str, int]:
+    """Return the number of rows of each set; warn of those that are too few for a verdict."""
+    size = {name: len(leaves(rows)[0][1]) for name, (rows, _) in sets.items()}
+    few = [f"{name!r} ({n})" for name, n in size.items() if n < FEW_ROWS]
+    if few:
+        warnings.warn(
+            f"sets of fewer than {FEW_ROWS} rows: {', '.join(few)}; their intervals are not to be "
+            "trusted, and no verdict comes of them: give more rows",
+            PbnnWarning,
+            stacklevel=3,
+        )
+    return size
 
 
 def _observations(y: Data) -> Tensor | None:
