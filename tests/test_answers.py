@@ -12,7 +12,7 @@ from pyro.nn import PyroModule, PyroSample
 from scipy import stats
 
 from pbnn.data import Units
-from pbnn.errors import DataError
+from pbnn.errors import DataError, ModelError
 from pbnn.evaluate.answers import answer
 from pbnn.infer.posterior import Posterior
 
@@ -183,3 +183,51 @@ def test_any_road_serves(toy):
     x, y = toy
     posterior = prior_posterior(Toy(), x, y, draws=5, chains=2, markov=True)
     assert answer(Toy(), posterior, x, tolerance=1.0).error_probability.shape == (30,)
+
+
+class Coin(Linear):
+    """One of two classes by one logit."""
+
+    def forward(self, x, y=None):
+        f = x @ self.w
+        with pyro.plate("data", x.shape[0]):
+            pyro.sample("y", dist.Bernoulli(logits=f), obs=y)
+        return f
+
+
+class Coins(Outputs):
+    """Two Bernoulli outputs a row."""
+
+    def forward(self, x, y=None):
+        f = self.b.expand(x.shape[0], 2)
+        with pyro.plate("data", x.shape[0]):
+            pyro.sample("y", dist.Bernoulli(logits=f).to_event(1), obs=y)
+        return f
+
+
+def test_a_bernoulli_y_is_one_of_two_classes():
+    x = torch.tensor([[0.0], [1.0], [-2.0]])
+    posterior = given(w=torch.tensor([[1.0], [1.0]]))
+    found = answer(Coin(1), posterior, x)
+    chance = 1 / (1 + np.exp(-x[:, 0].numpy()))
+    np.testing.assert_allclose(found.probabilities[:, 1], chance, rtol=1e-6)
+    np.testing.assert_allclose(found.error_probability, np.minimum(chance, 1 - chance), rtol=1e-6)
+    assert found.answer[1:].tolist() == [1, 0]
+    assert found.wrong([0.0, 1.0, 1.0])[1:].tolist() == [False, True]
+    # A temperature of 2 halves the logit of the mixture, here of one draw.
+    hot = answer(Coin(1), posterior, x, calibration=2.0)
+    np.testing.assert_allclose(
+        hot.probabilities[:, 1], 1 / (1 + np.exp(-x[:, 0].numpy() / 2)), rtol=1e-6
+    )
+    with pytest.raises(DataError, match="leave it out"):
+        answer(Coin(1), posterior, x, tolerance=0.5)
+    with pytest.raises(ModelError, match="2 outputs a row"):
+        answer(Coins(), given(b=torch.zeros(2, 2)), x, tolerance=0.5)
+
+
+def test_counts_have_no_factor(line):
+    _, _, x, *_ = line
+    posterior = given(w=torch.zeros(10, 2))
+    assert answer(Counts(2), posterior, x, tolerance=0.5).discrete
+    with pytest.raises(DataError, match="whole numbers"):
+        answer(Counts(2), posterior, x, tolerance=0.5, calibration=2.0)

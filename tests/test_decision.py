@@ -5,6 +5,7 @@ import warnings
 
 import numpy as np
 import pytest
+import test_answers
 import torch
 from model_cases import Linear, linear_data, prior_posterior
 
@@ -273,3 +274,23 @@ def test_missing_y_and_no_rows_are_named(fitted):
         fit_decision_rule(model, posterior, x, holes, costs=COSTS, tolerance=1.0)
     with pytest.raises(DataError, match="no validation rows"):
         fit_decision_rule(model, posterior, x[:0], y[:0], costs=COSTS, tolerance=1.0)
+
+
+@pytest.mark.parametrize("family", ["Coin", "Counts"])
+def test_a_coin_has_a_temperature_and_a_count_no_factor(family):
+    """Logits twice too large: temperature 2 for classes; counts are left as they are."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(600, 1, generator=generator)
+    posterior = test_answers.given(w=torch.full((4, 1), 2.0 if family == "Coin" else 1.0))
+    model = getattr(test_answers, family)(1)
+    if family == "Coin":
+        y = torch.bernoulli(torch.sigmoid(x[:, 0]), generator=generator)
+        rule = fit_decision_rule(model, posterior, x, y, costs=COSTS)
+        # The slope's standard error is about 0.1 at 600 rows: 4 of them about 1, inverted.
+        assert 2 / 1.4 < rule.calibration < 2 / 0.6
+        assert rule.apply(model, posterior, x[:1] * 0).reason.tolist() == ["hard"]
+    else:
+        y = torch.poisson(3 * x[:, 0].exp(), generator=generator)
+        rule = fit_decision_rule(model, posterior, x, y, costs=COSTS, tolerance=1.5)
+        assert rule.calibration == 1.0
+        assert any("whole numbers" in note for note in rule.notes)

@@ -12,6 +12,7 @@ from torch import Tensor, distributions
 from pbnn.checks import unwrapped
 from pbnn.errors import DataError
 from pbnn.evaluate.arrays import Array
+from pbnn.evaluate.outcomes import class_probabilities, outcome_of
 from pbnn.evaluate.recalibration import TemperatureScaling
 from pbnn.infer.posterior import Posterior
 from pbnn.model import Data, Model, indexable, isolated, take
@@ -38,6 +39,7 @@ class Answers:
         tolerance: The tolerance, in the user's units; None for classes.
         scale: Predictive standard deviations of numbers, shaped like `answer`, calibrated.
         probabilities: Class probabilities, `(n, classes)`, calibrated; None for numbers.
+        discrete: Whether y are whole numbers, whose distribution cannot be widened.
     """
 
     answer: NDArray[Any]
@@ -45,6 +47,7 @@ class Answers:
     tolerance: float | None = None
     scale: Array | None = None
     probabilities: Array | None = None
+    discrete: bool = False
 
     def wrong(self, y: ArrayLike) -> NDArray[np.bool_]:
         """Return which answers are wrong, `(n,)`.
@@ -87,24 +90,27 @@ def answer(
         tolerance: Distance from y, in the user's units, beyond which a number is wrong; classes
             have none.
         calibration: The temperature of the averaged class probabilities, or the factor by which the
-            predictive distribution of a number is widened about its mean.
+            predictive distribution of a number is widened about its mean; 1 for whole numbers.
         units: How y was standardised.
         seed: Seed of the samples that stand in where the distribution of y has no cdf.
         device: Where to run.
 
     Raises:
-        DataError: x cannot be used, the calibration is not positive, a number has no tolerance, or
-            a class has one.
-        ModelError: The posterior is not one of this model.
+        DataError: x cannot be used, the calibration is not positive or does not suit y, a number
+            has no tolerance, or a class has one.
+        ModelError: The posterior is not one of this model, or a row has several Bernoulli outputs.
     """
     if not 0 < calibration < np.inf:
         raise DataError(f"calibration {calibration}; expected a positive number")
     x = indexable(x)
-    found = predict(model, posterior, x, quantiles=(), units=units, device=device)
-    if found.probabilities is not None:
+    outcome = outcome_of(model, posterior, x, device=device)
+    # Classes have no units.
+    of_numbers = None if outcome in ("class", "binary") else units
+    found = predict(model, posterior, x, quantiles=(), units=of_numbers, device=device)
+    p = class_probabilities(found, outcome)
+    if p is not None:
         if tolerance is not None:
             raise DataError(f"tolerance {tolerance} where y is a class; leave it out")
-        p = np.asarray(found.probabilities)
         if calibration != 1 and len(p):
             scaling = TemperatureScaling()
             scaling.temperature_ = calibration
@@ -115,6 +121,12 @@ def answer(
         return Answers(answer=best, error_probability=others, probabilities=p)
     if tolerance is None or not 0 < tolerance < np.inf:
         raise DataError(f"tolerance {tolerance} where y is a number; expected a positive number")
+    discrete = outcome == "whole number"
+    if discrete and calibration != 1:
+        raise DataError(
+            f"calibration {calibration} where y are whole numbers, which a factor would leave; "
+            "leave it at 1 (fit an older rule again)"
+        )
     assert found.mean is not None
     near = tolerance / calibration
     chance = _exact(model, posterior, x, found.mean, near, units, device)
@@ -125,6 +137,7 @@ def answer(
         error_probability=chance,
         tolerance=tolerance,
         scale=calibration * np.asarray(found.scale),
+        discrete=discrete,
     )
 
 

@@ -98,7 +98,7 @@ class DecisionRule:
         costs: What errors and reviews cost.
         threshold: Rows whose calibrated error probability is above it are reviewed.
         calibration: Temperature of the class probabilities, or the factor by which the predictive
-            distribution of a number is widened; fitted on validation rows.
+            distribution of a number is widened, 1 for whole numbers; fitted on validation rows.
         tolerance: Distance beyond which a number is wrong, in the user's units; None for classes.
         density: Density of training features; None for a rule of one stage.
         unlike: Rows whose −log density is above it were never seen.
@@ -269,9 +269,14 @@ def fit_decision_rule(
     if not len(wrong):
         raise DataError("no validation rows; expected rows that the fit has not seen")
     errors = int(wrong.sum())
-    if errors:
+    if raw.discrete:
+        notes.append(
+            "y are whole numbers, whose distribution no factor can widen: the error probability is "
+            "that of the posterior, not calibrated"
+        )
+    elif errors:
         calibration = _calibration(raw, seen)
-    if errors < FEW_ERRORS:
+    if errors < FEW_ERRORS and not raw.discrete:
         notes.append(
             f"{errors} of the {len(wrong)} validation rows are answered wrong: the error "
             f"probability is {'calibrated on few' if errors else 'not calibrated'}; use more "
