@@ -60,6 +60,13 @@ def test_distance_is_to_the_nearest_row_in_training_scales():
         distance_to_training(torch.ones(2).int(), torch.ones(2).int())
 
 
+def test_a_constant_whose_scale_is_rounding_error_keeps_its_unit():
+    training = np.c_[np.linspace(0.0, 1.0, 10), np.full(10, 0.3)]
+    assert 0 < training[:, 1].std() < 1e-15
+    found = distance_to_training(np.array([[0.0, 0.4]]), training)
+    np.testing.assert_allclose(found, 0.1 / 2**0.5)
+
+
 def test_distance_in_many_dimensions():
     generator = np.random.default_rng(0)
     rows, data = generator.normal(size=(20, 40)), generator.normal(size=(30, 40))

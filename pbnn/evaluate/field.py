@@ -107,7 +107,8 @@ def distance_to_training(x: Data, training: Data) -> Array:
             "same inputs"
         )
     scale = data.std(0)
-    scale[scale == 0] = 1.0
+    # The mean of equal numbers may differ from them: the scale of a constant is rounding error.
+    scale[scale <= 1e-12 * np.abs(data).max(0)] = 1.0
     nearest = NearestNeighbors(n_neighbors=1).fit(data / scale).kneighbors(rows / scale)[0][:, 0]
     return np.asarray(nearest / rows.shape[1] ** 0.5, dtype=np.float64)
 
