@@ -441,6 +441,10 @@ def test_ard_shares_one_scale_among_the_weights_of_an_input():
     assert torch.allclose(sites["weight"], sites["weight_relevance"] * sites["weight_raw"])
     conv = priors.place_priors(nn.Conv2d(2, 4, 3), {"weight": priors.ard()}, constants="bias")
     assert conv._pyro_samples["weight_relevance"].event_shape == (1, 2, 1, 1)
+    transposed = nn.ConvTranspose2d(2, 4, 3)  # inputs come first in its weight
+    priors.place_priors(transposed, {"weight": priors.ard()}, constants="bias")
+    assert transposed._pyro_samples["weight_relevance"].event_shape == (2, 1, 1, 1)
+    assert transposed.weight.shape == (2, 4, 3, 3)
 
 
 def test_a_prior_of_ones_own_is_a_function_of_the_target():

@@ -155,7 +155,8 @@ def ard(scale: float = 1.0) -> Rule:
 
     w_ij = r_j z_ij with z_ij ~ N(0, 1) at site `…_raw` and r_j ~ HalfCauchy(scale / sqrt(fan in))
     at site `…_relevance`, so that all weights of an irrelevant input go to 0 together (MacKay 1994;
-    Neal 1996). The inputs are the second dimension: channels, for a convolution.
+    Neal 1996). The inputs are the second dimension: channels, for a convolution. Of a transposed
+    convolution, whose weight is `(in, out / groups, …kernel)`, they are the first.
 
     Args:
         scale: Scale of the half-Cauchy, times sqrt(fan in).
@@ -169,7 +170,8 @@ def ard(scale: float = 1.0) -> Rule:
                 f"{tuple(target.shape)}: give it normal()"
             )
         relevance, raw = _names(target, "relevance", "raw")
-        inputs = [1, target.shape[1], *[1] * (target.value.ndim - 2)]
+        along = 0 if isinstance(target.module, nn.modules.conv._ConvTransposeNd) else 1
+        inputs = [size if k == along else 1 for k, size in enumerate(target.shape)]
         prior = dist.HalfCauchy(_by(target, scale)).expand(inputs).to_event(len(inputs))
         return {
             "relevance": prior,
