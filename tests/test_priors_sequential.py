@@ -232,6 +232,10 @@ def test_draws_without_a_gaussian_give_their_moments():
     z = draws["noise"].log()
     noise = model._pyro_samples["noise"].base_dist
     assert noise.scale.item() == pytest.approx(z.std().item(), rel=1e-4)
+    plane = {"family": "subspace", "tensors": {"origin": torch.zeros(5), "basis": torch.eye(5)}}
+    subspace = SimpleNamespace(draws=draws, approximation=plane)  # no Gaussian of the sites either
+    again = place_priors(Model(noise=None), from_posterior(subspace))
+    assert torch.equal(again.fc._pyro_samples["weight"].base_dist.loc, w.loc)
 
 
 def test_a_second_posterior_leaves_the_first_ones_factor_out():

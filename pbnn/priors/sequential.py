@@ -48,8 +48,8 @@ def from_posterior(posterior: FittedPosterior, *, independent: bool = False) -> 
     - a matrix normal over a weight and its bias becomes one over the weight, and a Normal of the
       bias given the weight.
 
-    A constrained site keeps its support. Of any other posterior (NUTS, or a guide that is no
-    Gaussian), and with `independent`, each value gets a Normal with its mean and scale.
+    A constrained site keeps its support. Of any other posterior (NUTS, a subspace, or a guide that
+    is no Gaussian), and with `independent`, each value gets a Normal with its mean and scale.
 
     Args:
         posterior: A fit, a `pbnn.Posterior` for example. Its constants are not among the sites:
@@ -64,10 +64,11 @@ def from_posterior(posterior: FittedPosterior, *, independent: bool = False) -> 
         ModelError: The Gaussian has one dense covariance over several sites.
     """
     known = posterior.approximation
-    if known is None:
-        rules = {name: _moments(value) for name, value in posterior.draws.items()}
-    else:
+    # Not each approximation is a Gaussian of the sites: that of a subspace is its plane.
+    if known is not None and "blocks" in known:
         rules = _gaussian(known, independent)
+    else:
+        rules = {name: _moments(value) for name, value in posterior.draws.items()}
     # The factors of an earlier prior acted through sites that now have a prior of their own.
     return {name: rule for name, rule in rules.items() if not _is_factor(name)}
 
