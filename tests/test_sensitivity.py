@@ -1,11 +1,15 @@
 """Power-scaling against the conjugate posterior in closed form and ArviZ; what the table says."""
 
+import dataclasses
+
 import arviz as az
 import numpy as np
+import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 from model_cases import Linear, Toy, linear_data, prior_posterior
+from pyro import poutine
 
 from pbnn import fit_svi
 from pbnn.errors import DataError, ModelError
@@ -31,6 +35,17 @@ def drawn(mean, covariance, draws=DRAWS):
     return Posterior(
         draws={"w": w}, stats={"lp": torch.zeros(1, draws)}, method="nuts", markov=True, seconds=0.0
     )
+
+
+class MaskedLinear(Linear):
+    """The same, for y with missing values."""
+
+    def forward(self, x, y=None):
+        f = x @ self.w
+        seen = torch.ones(len(x), dtype=torch.bool) if y is None else ~y.isnan()
+        with pyro.plate("data", x.shape[0]), poutine.mask(mask=seen):
+            pyro.sample("y", dist.Normal(f, self.noise), obs=y)
+        return f
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +161,50 @@ def test_power_scaled_model_has_the_scaled_density(toy):
     assert float(scaled.log_density(z)) == pytest.approx(sum(after.values()), rel=1e-5)
 
 
+def test_a_factor_counts_as_neither_on_both_roads():
+    """In plate `data` or not: the scaled density keeps it, and the weights do not see it."""
+
+    def model(x, y=None, pull=True):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0).expand([1]).to_event(1))
+        f = x @ w
+        with pyro.plate("data", x.shape[0]):
+            if pull:
+                pyro.factor("inside", -f.square())
+            pyro.sample("y", dist.Normal(f, 1.0), obs=y)
+        if pull:
+            pyro.factor("outside", -w.square().sum())
+        return f
+
+    x, y = linear_data(4, 1, noise=1.0)
+    z = torch.tensor([0.7])
+    powers = {"w": 2.0, "y": 0.5}
+    before = Density(bind(model, x, y), chains=0).site_log_densities(z)
+    scaled = bind(power_scaled(model, prior=2.0, likelihood=0.5), x, y)
+    after = Density(scaled, chains=0).site_log_densities(z)
+    assert {"inside", "outside"} < set(before)
+    for name, term in before.items():
+        assert after[name] == pytest.approx(powers.get(name, 1.0) * term, rel=1e-5)
+    posterior = drawn(torch.tensor([0.5]), torch.tensor([[0.2]]), draws=100)
+    found = sensitivity(model, posterior, x, y)
+    without = sensitivity(lambda x, y=None: model(x, y, pull=False), posterior, x, y)
+    np.testing.assert_allclose(found.means, without.means, rtol=1e-6)
+
+
+def test_missing_rows_are_left_out(problem):
+    model, x, y, posterior = problem
+    more = torch.cat([x, x[:1]]), torch.cat([y, torch.tensor([torch.nan])])
+    masked = MaskedLinear(1, noise=1.0)
+    inputs = {"inputs": x[:1]}
+    found = sensitivity(masked, posterior, *more, held_out=more, **inputs)
+    expected = sensitivity(model, posterior, x, y, held_out=(x, y), **inputs)
+    np.testing.assert_allclose(found.means, expected.means, rtol=1e-6)
+    assert found.table.loc["w", "likelihood"] > 0.05
+    with pytest.raises(DataError, match="held_out has 1 observed rows; expected two or more"):
+        sensitivity(masked, posterior, x, y, held_out=(more[0][-2:], more[1][-2:]))
+    with pytest.raises(DataError, match="held_out has 1 observed rows"):
+        sensitivity(model, posterior, x, y, held_out=(x[:1], y[:1]))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("powers", [{"prior": 9.0}, {"likelihood": 9.0}])
 def test_refits_of_a_power_scaled_model_are_exact(powers):
@@ -181,5 +240,9 @@ def test_refusals(problem, toy):
         sensitivity(model, posterior, x, y, priors=["tau"])
     with pytest.raises(ModelError, match="no latent site 'v'; the posterior has"):
         sensitivity(model, posterior, x, y, sites=["v"])
+    bad = dataclasses.replace(posterior, draws={"w": posterior.draws["w"].clone()})
+    bad.draws["w"][0, 0] = torch.inf
+    with pytest.raises(DataError, match="log prior is not finite at 1 of 2000 draws"):
+        sensitivity(model, bad, x, y)
     with pytest.raises(DataError, match="nothing to conclude"):
         sensitivity(Toy(), prior_posterior(Toy(), *toy, draws=30), *toy, sites=[])

@@ -28,9 +28,12 @@ class _Powers(Messenger):  # type: ignore[misc]
         self.priors, self.prior, self.likelihood = priors, prior, likelihood
 
     def _pyro_sample(self, msg: Any) -> None:
-        if msg["infer"].get("_deterministic"):
+        # Nobody knows whether a factor is of the prior or of the data; `log_prior` and
+        # `pbnn.log_likelihood` leave it out, too.
+        infer, observed = msg["infer"], msg["is_observed"]
+        if infer.get("_deterministic") or (infer.get("is_auxiliary") and observed):
             return
-        if msg["is_observed"]:
+        if observed:
             msg["scale"] = msg["scale"] * self.likelihood
         elif any(fnmatchcase(msg["name"], pattern) for pattern in self.priors):
             msg["scale"] = msg["scale"] * self.prior
@@ -41,8 +44,9 @@ def power_scaled(
 ) -> Model:
     """Return a model whose posterior is p(y | θ)^likelihood · p(θ)^prior, up to a constant.
 
-    The densities are those of the sites' own values, not of unconstrained ones. For fits only:
-    samples from the result are those of the model as it was.
+    The densities are those of the sites' own values, not of unconstrained ones. A `pyro.factor`
+    counts as neither, inside plate `data` or outside: its power stays 1. For fits only: samples
+    from the result are those of the model as it was.
 
     Args:
         model: A Pyro model; a module is copied.

@@ -87,15 +87,16 @@ def sensitivity(
     al. 2024, "Detecting and diagnosing prior and likelihood sensitivity with power-scaling").
     What moves with both is a conflict of prior and data; what moves with the prior alone is
     something that the data say little about. Draws of a guide are weighed as if they were the
-    posterior's own, so their answers are no better than the guide.
+    posterior's own, so their answers are no better than the guide. A `pyro.factor` counts neither
+    as prior nor as likelihood.
 
     Args:
         model: The model that was fitted.
         posterior: Its posterior, of at least 25 draws.
         x: The rows of the fit.
-        y: Their observations.
+        y: Their observations; rows without one are left out.
         inputs: Inputs at which E[y] is a conclusion; none by default.
-        held_out: Rows and observations whose mean log predictive density is one.
+        held_out: Rows and observations, two or more, whose mean log predictive density is one.
         sites: Latent sites that are conclusions; by default those of one value.
         priors: Patterns of the sites whose priors are raised; all by default. Of a hierarchical
             prior, name those at its top.
@@ -106,7 +107,8 @@ def sensitivity(
         device: Where to run.
 
     Raises:
-        DataError: x, y or the power cannot be used, or there are too few draws.
+        DataError: x, y, the rows held out or the power cannot be used, a log density is not
+            finite, or there are too few draws.
         ModelError: The posterior is not one of this model, or has no such site.
     """
     import pandas as pd
@@ -127,7 +129,7 @@ def sensitivity(
     found, khat = {}, {}
     for component in COMPONENTS:
         for alpha in (1 / power, power):
-            weights, k = _weights(scores[component], alpha)
+            weights, k = _weights(component, scores[component], alpha)
             if refit is not None and not k <= TRUSTED_K:
                 scaled = power_scaled(model, priors=priors, **{component: alpha})
                 found[component, alpha] = _against(base, even, asked.of(refit(scaled)))
@@ -201,6 +203,7 @@ class _Asked:
         densities = None
         if self.held_out is not None:
             densities = _joint(self.model, posterior, *self.held_out, self.device)
+            _check_held_out(logsumexp(densities, axis=0))
         if not values and densities is None:
             raise DataError(
                 "nothing to conclude: no site has one value; pass inputs, held_out or sites"
@@ -220,13 +223,37 @@ def _scalars(posterior: Posterior, sites: Sequence[str] | None) -> Sequence[str]
 def _joint(
     model: Model, posterior: Posterior, x: Data, y: Data, device: str | torch.device | None
 ) -> Array:
-    """Return log-likelihoods `(draws, rows)`."""
-    scores = log_likelihood(model, posterior, x, y, device=device)
-    return np.asarray(scores.flatten(0, 1).double())
+    """Return log-likelihoods `(draws, rows)` of the rows that are observed."""
+    scores = log_likelihood(model, posterior, x, y, device=device).flatten(0, 1).double()
+    missing = scores.isnan().all(0)
+    if missing.all():
+        raise DataError("all observations are missing; expected some that are not NaN")
+    return np.asarray(scores[:, ~missing])
 
 
-def _weights(scores: Array, alpha: float) -> tuple[Array, float]:
+def _check_held_out(rows: Array) -> None:
+    """Refuse log densities of rows whose mean has no scale to measure its shift in."""
+    if not np.isfinite(rows).all():
+        bad = int((~np.isfinite(rows)).sum())
+        raise DataError(
+            f"held_out has {bad} of {len(rows)} rows whose log density is not finite; leave them "
+            "out"
+        )
+    if not np.ptp(rows) > 0:
+        raise DataError(
+            f"held_out has {len(rows)} observed rows; expected two or more whose densities differ, "
+            "for their mean to have a scale"
+        )
+
+
+def _weights(component: str, scores: Array, alpha: float) -> tuple[Array, float]:
     """Return the smoothed weights of a component's power, and their Pareto k."""
+    bad = int((~np.isfinite(scores)).sum())
+    if bad:
+        raise DataError(
+            f"log {component} is not finite at {bad} of {len(scores)} draws; leave out the rows of "
+            "data, or the draws, at which it is not"
+        )
     log_weights = (alpha - 1) * (scores - scores.max())
     if not np.ptp(log_weights) > 0:
         # A component that is constant over draws, such as a flat prior, moves nothing.
