@@ -70,6 +70,10 @@ def assert_one_line(capsys, *named, starts="pbnn: error: "):
         (["--option", "colour=3"], "--option colour: fit_svi has no such option"),
         (["--option", "particles"], "expected NAME=VALUE"),
         (["--option", "seed=3"], "--option seed"),
+        (["--option", "guide=lowrank"], "--option guide"),
+        (["--option", "kl_weight=abc"], "--option kl_weight=abc: expected a number"),
+        (["--option", "compile=maybe"], "expected True or False"),
+        (["--option", "dtype=float16"], "expected float32 or float64"),
         (["--set", "weight_scale=-1"], "weight_scale"),
         (["--set", "hidden=0"], "'hidden': 0"),
     ],
@@ -87,13 +91,24 @@ def test_a_rejected_option_leaves_no_folder(more, named, table, tmp_path, capsys
         (["--roads", "normal"], "two or more"),
         (["--option", "particles=2"], "expected ROAD.NAME=VALUE"),
         (["--draws", "0"], "draws"),
-        (["--option", "normal.colour=2"], "--option colour: fit_svi has no such option"),
+        (["--option", "normal.colour=2"], "--option normal.colour: fit_svi has no such option"),
     ],
 )
 def test_roads_and_their_options_are_checked_before_any_fit(more, named, table, tmp_path, capsys):
     assert fit(table, tmp_path / "run", *more, command="compare") == 2
     assert_one_line(capsys, named)
     assert not (tmp_path / "run").exists()
+
+
+def test_two_sets_of_one_name_are_refused(fitted, capsys):
+    assert run("check", fitted, "--ood", "far=noise:1", "--ood", "far=noise:5") == 2
+    assert_one_line(capsys, "--ood far is given twice")
+
+
+def test_what_the_parser_refuses_is_one_line(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run("fit", "models/regression.py", "--method", "svii")
+    assert_one_line(capsys, "svii", "pbnn fit --help")
 
 
 def test_a_folder_that_was_there_stays_when_nothing_is_fitted(table, tmp_path):

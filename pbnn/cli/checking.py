@@ -1,7 +1,7 @@
 """The command that asks whether a posterior may be used, and writes the report of it."""
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +48,7 @@ def run_check(arguments: argparse.Namespace) -> int:
             (data.x_test[validation], data.y_test[validation]),
             (data.x_test[test], data.y_test[test]),
             x_train=data.x_train,
-            ood=dict(rows.outside_of(spec) for spec in arguments.ood),
+            ood=_by_name(rows.outside_of(spec) for spec in arguments.ood),
             costs=None if notes else costs,
             tolerance=arguments.tolerance,
             two_stages=arguments.two_stages,
@@ -120,6 +120,16 @@ def _halves(data: "Dataset", seed: int) -> "tuple[NDArray[np.int64], NDArray[np.
         counts = np.unique(data.y_test, return_counts=True)[1]
         strata = data.y_test if counts.min() >= 2 and len(counts) <= len(data.y_test) // 2 else None
     return split_rows(len(data.x_test), test_fraction=0.5, seed=seed, stratify=strata)
+
+
+def _by_name(sets: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return sets of rows by name; refuse a name that comes twice."""
+    found: dict[str, Any] = {}
+    for name, rows in sets:
+        if name in found:
+            raise DataError(f"--ood {name} is given twice; choose another name, NAME=ROWS")
+        found[name] = rows
+    return found
 
 
 class _Rows:

@@ -73,7 +73,12 @@ def run_fit(arguments: argparse.Namespace) -> None:
         posterior = _kept(run, name, _fitted(run, data, arguments, name))
     if arguments.method == "svi":
         _report(run, data, posterior, arguments)
-    elif arguments.method in ("map", "swag"):
+    if posterior.markov and len(data.x_test):
+        from pbnn.evaluate.convergence import check_convergence
+
+        found = check_convergence(run.model, posterior, data.x_test, device=arguments.device)
+        print(f"\n{name} {found}\n")
+    if arguments.method in ("map", "swag"):
         _report_sharpness(run, data, posterior, arguments)
     units = data.preprocessor.target_units
     prediction = predict(run.model, posterior, data.x_test, units=units, device=arguments.device)

@@ -1,30 +1,30 @@
 """What can be written on the command line: commands, their arguments, and what they call."""
 
 import argparse
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from pbnn._version import __version__
 from pbnn.cli.checking import run_check
 from pbnn.cli.fitting import run_compare, run_fit
 from pbnn.cli.predicting import run_decide, run_predict
 from pbnn.cli.prior import run_prior
-from pbnn.cli.roads import GUIDES, METHODS
+from pbnn.cli.roads import COMPARED_ROADS, GUIDES, METHODS
 
 __all__ = ["make_parser"]
 
 if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+    Commands = argparse._SubParsersAction["_Parser"]
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser; the attribute `command` of what it parses is the function to call."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="pbnn",
         description="Bayesian neural networks as Pyro models: fit one model file by SVI and NUTS, "
         "and see which fit to trust. A model file is code, and it is executed.",
     )
     parser.add_argument("--version", action="version", version=f"pbnn {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands: Commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_compare(commands)
     _add_fit(commands)
     _add_predict(commands)
@@ -32,6 +32,14 @@ def make_parser() -> argparse.ArgumentParser:
     _add_decide(commands)
     _add_prior(commands)
     return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose complaints are one line, as all of pbnn's are."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print what is wrong and where help is, and exit with status 2."""
+        self.exit(2, f"pbnn: error: {message}; see {self.prog} --help\n")
 
 
 def _add_compare(commands: "Commands") -> None:
@@ -45,9 +53,9 @@ def _add_compare(commands: "Commands") -> None:
     parser.add_argument(
         "--roads",
         nargs="+",
-        default=[*GUIDES, "nuts"],
+        default=[*COMPARED_ROADS],
         metavar="ROAD",
-        help=f"guides and methods; default: {' '.join(GUIDES)} nuts",
+        help=f"guides and methods; default: {' '.join(COMPARED_ROADS)}",
     )
     parser.add_argument(
         "--option",

@@ -11,9 +11,20 @@ from pbnn.errors import DataError
 if TYPE_CHECKING:
     from pbnn.infer.posterior import Posterior
 
-__all__ = ["GUIDES", "METHODS", "check_road", "named_values", "road_name", "road_options"]
+__all__ = [
+    "COMPARED_ROADS",
+    "GUIDES",
+    "METHODS",
+    "check_road",
+    "named_values",
+    "road_name",
+    "road_options",
+]
 
-GUIDES = ("normal", "lowrank", "kronecker")
+GUIDES = ("normal", "lowrank", "kronecker", "layer_lowrank")
+# Options of fits that the command line gives in other ways.
+ELSEWHERE = ("model", "x", "y", "guide", "seed", "device", "progress")
+COMPARED_ROADS = ("normal", "lowrank", "kronecker", "nuts")
 METHODS = (
     "svi", "nuts", "map", "swag", "ensemble", "dropout", "subspace", "laplace", "sgmcmc",
 )  # fmt: skip
@@ -65,22 +76,26 @@ def road_options(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
     fit, method = check_road(name), _method(name)
     parameters = inspect.signature(fit).parameters
-    known = [n for n, p in parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    # A fit with further options hands them on to another one, and names what that does not take.
-    hands_on = len(known) < len(parameters)
     alone = hasattr(arguments, "method")
     if not alone:
         _check_owners(arguments)
     flags = FLAGS if alone else COMPARED.get(method, ())
     given = {flag: value for flag in flags if (value := getattr(arguments, flag, None)) is not None}
-    spelled = {f"--{flag.replace('_', '-')}": flag for flag in given}
     more = named_values("--option", _own(arguments.option, name, alone=alone))
-    spelled |= {f"--option {option}": option for option in more}
-    taken = {"model", "x", "y", "seed", "device", "progress"}
-    for flag, option in spelled.items():
-        if option in taken or (option not in known and not hands_on):
-            free = ", ".join(o for o in known if o not in taken)
-            raise DataError(f"{flag}: {fit.__name__} has no such option here; it takes {free}")
+    known = [n for n, p in parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    # A fit with further options hands them on to another one, and names what that does not take.
+    hands_on = len(known) < len(parameters)
+    free = [option for option in known if option not in ELSEWHERE]
+    for flag, option, allowed in (
+        *((f"--{flag.replace('_', '-')}", flag, known) for flag in given),
+        *((f"--option {'' if alone else f'{name}.'}{option}", option, free) for option in more),
+    ):
+        if option not in allowed and (option in known or not hands_on):
+            raise DataError(
+                f"{flag}: {fit.__name__} has no such option here; it takes {', '.join(free)}"
+            )
+        if option in more and option in parameters:
+            more[option] = _read(flag, more[option], parameters[option])
     for flag in COUNTS:
         if flag in given:
             whole_number(flag, given[flag])
@@ -105,6 +120,25 @@ def named_values(flag: str, pairs: Iterable[str]) -> dict[str, Any]:
         except (ValueError, SyntaxError):
             options[name] = text
     return options
+
+
+def _read(flag: str, value: Any, parameter: inspect.Parameter) -> Any:
+    """Return an option's value; refuse a word where the fit takes none.
+
+    Raises:
+        DataError: It is one.
+    """
+    expected = str(parameter.annotation)
+    if not isinstance(value, str) or "str" in expected or "Literal" in expected:
+        return value
+    if "torch.dtype" in expected and value in ("float32", "float64"):
+        import torch
+
+        return getattr(torch, value)
+    if "torch.dtype" in expected:
+        raise DataError(f"{flag}={value}: expected float32 or float64")
+    kind = "True or False" if "bool" in expected else "a number"
+    raise DataError(f"{flag}={value}: expected {kind}")
 
 
 def _method(name: str) -> str:
