@@ -1,12 +1,16 @@
 """Rank sweep and mending: constructed posteriors that are kept, rolled back or no better."""
 
+from dataclasses import replace
+
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 from pyro.nn import PyroModule, PyroSample
 
 from pbnn.errors import DataError
+from pbnn.evaluate import recipes
 from pbnn.evaluate.judging import judge_on
 from pbnn.evaluate.recipes import mend, rank_sweep
 from pbnn.infer.posterior import Posterior
@@ -200,6 +204,101 @@ def test_fits_by_default(rows):
     assert ("structure", "Kronecker") in tried
     assert ("structure", "post-hoc low rank") in tried
     assert "low rank" not in [name for _, name in tried], "the given guide is that already"
+
+
+class Coin(Line):
+    """Two classes by one logit."""
+
+    def forward(self, x, y=None):
+        f = x @ self.w
+        with pyro.plate("data", x.shape[0]):
+            pyro.sample("y", dist.Bernoulli(logits=f), obs=y)
+        return f
+
+
+class Counts(Line):
+    def forward(self, x, y=None):
+        f = x @ self.w
+        with pyro.plate("data", x.shape[0]):
+            pyro.sample("y", dist.Poisson(f.exp()), obs=y)
+        return f
+
+
+def test_one_logit_has_a_temperature(rows):
+    """As the same probabilities of two logits do."""
+    x, *_ = rows
+    generator = torch.Generator().manual_seed(4)
+    y = torch.bernoulli(torch.sigmoid(x[:, 0]), generator=generator)
+    start = posterior([4.0, 0.0], [0.1, 0.0])
+    one, two = (mended(rows, {}, start, model, y).attempts for model in (Coin(), Sides()))
+    assert one[-1].calibration == pytest.approx(two[-1].calibration, rel=1e-3)
+    assert one[-1].numbers["accuracy"] == two[-1].numbers["accuracy"]
+    assert one[-1].numbers["nll"] == pytest.approx(two[-1].numbers["nll"], rel=1e-4)
+    assert one[-1].outcome == "kept"
+
+
+def test_counts_are_not_stretched(rows):
+    x, *_ = rows
+    y = torch.poisson(x[:, 0].exp(), generator=torch.Generator().manual_seed(4))
+    found = mended(rows, {}, posterior([1.0, 0.0], [0.1, 0.0]), Counts(), y)
+    last = found.attempts[-1]
+    assert outcomes(found)[-1] == ("temperature", "given, scales", "no better")
+    assert "whole numbers" in last.why
+    assert last.calibration == 1.0
+
+
+def test_missing_y_is_left_out(rows):
+    """Rows without y change nothing; of two outputs, the one that is there counts alone."""
+    x, _, ood = rows
+    y = 2 * x[:, 0] + torch.randn(ROWS, generator=torch.Generator().manual_seed(3))
+    start = posterior([2.0, 0.0], [1e-4, 0.0])
+    whole = mend(Line(), start, (x, y), (x, y), ood, structures={})
+    longer = torch.cat([x, x[:7]]), torch.cat([y, torch.full((7,), torch.nan)])
+    found = mend(Line(), start, (x, y), longer, ood, structures={})
+    assert found.best.calibration == whole.best.calibration
+    assert found.best.numbers["nll"] == whole.best.numbers["nll"]
+    with pytest.raises(DataError, match="every validation row"):
+        mend(Line(), start, (x, y), (x, y * torch.nan), ood, structures={})
+    half = torch.stack([y, torch.full_like(y, torch.nan)], 1)
+    found = mend(Twice(), start, (x, half), (x, half), ood, structures={})
+    assert found.best.calibration == pytest.approx(whole.best.calibration, rel=1e-6)
+    assert found.best.numbers["nll"] == pytest.approx(whole.best.numbers["nll"], rel=1e-5)
+
+
+class Twice(Line):
+    """Two outputs of one mean, of which some are missing."""
+
+    def forward(self, x, y=None):
+        f = (x @ self.w)[:, None].expand(-1, 2)
+        seen = True if y is None else ~y.isnan()
+        each, outputs = pyro.plate("data", x.shape[0], dim=-2), pyro.plate("outputs", 2, dim=-1)
+        with each, outputs, poutine.mask(mask=seen):
+            pyro.sample("y", dist.Normal(f, 0.5), obs=y)
+        return f
+
+
+def test_averaging_alone_changes_in_the_second_fit(rows, monkeypatch):
+    x, y, ood = rows
+    asked = {}
+
+    def fit(model, x, y, **options):
+        asked.update(options)
+        return posterior([2.0, 0.0], [0.1, 0.0])
+
+    own = {
+        "guide": "lowrank",
+        "rank": 1,
+        "lr": 0.02,
+        "steps": 7,
+        "batch_size": 40,
+        "average": False,
+    }
+    told = {**own, "schedule": "cosine", "estimator": "flipout", "init": "state_dict"}
+    start = replace(posterior([2.0, 0.0], [0.1, 0.0], method="svi"), provenance={"options": told})
+    monkeypatch.setattr(recipes, "fit_svi", fit)
+    mend(Line(), start, (x, y), (x, y), ood, structures={}, lr=0.05)
+    del told["init"]  # its tensors are not recorded
+    assert asked == {**told, "lr": 0.05, "average": True, "seed": 0, "device": None}
 
 
 def test_no_sets_and_empty_sets_are_named(rows):

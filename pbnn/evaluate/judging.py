@@ -14,10 +14,11 @@ import torch
 from pbnn.errors import DataError
 from pbnn.evaluate.arrays import Array
 from pbnn.evaluate.bootstrap import Interval, Mean, Statistic, bootstrap
+from pbnn.evaluate.outcomes import class_probabilities, outcome_of
 from pbnn.evaluate.ranking import Detection
 from pbnn.evaluate.scores import uncertainty_scores
 from pbnn.infer.posterior import Posterior
-from pbnn.model import Data, Model, indexable
+from pbnn.model import Data, Model, indexable, take
 from pbnn.prediction import Prediction, predict
 from pbnn.prediction.runner import rows_of
 
@@ -35,6 +36,8 @@ class Judged:
         posterior: The posterior.
         prediction: What it predicts for the validation rows, in the units of the model.
         nll: −log predictive density of each of them, `(n,)`, in the same units.
+        probabilities: Class probabilities, `(n, classes)`, of a Bernoulli y, too; None for numbers.
+        discrete: Whether y are whole numbers.
         right: Whether each class is right, as 0 or 1, `(n,)`; None for numbers.
         spread: Epistemic spread of each of them, `(n,)`.
         outside: Epistemic spread by set out of distribution.
@@ -44,6 +47,8 @@ class Judged:
     posterior: Posterior
     prediction: Prediction
     nll: Array
+    probabilities: Array | None
+    discrete: bool
     right: Array | None
     spread: Array
     outside: Mapping[str, Array]
@@ -109,14 +114,16 @@ class Judge:
         own = uncertainty_scores(
             self.model, posterior, self.x, prediction=prediction, device=self.device
         )
-        right = None
-        if prediction.probabilities is not None:
-            right = np.equal(prediction.probabilities.argmax(1).numpy(), self.y).astype(float)
+        outcome = outcome_of(self.model, posterior, self.x, device=self.device)
+        p = class_probabilities(prediction, outcome)
+        right = None if p is None else np.equal(p.argmax(1), self.y).astype(float)
         nll = -prediction.log_predictive_density.double().numpy()
         return Judged(
             posterior=posterior,
             prediction=prediction,
             nll=nll,
+            probabilities=p,
+            discrete=outcome == "whole number",
             right=right,
             spread=own["epistemic"],
             outside=scores,
@@ -164,10 +171,10 @@ def judge_on(
     seed: int,
     device: str | torch.device | None,
 ) -> Judge:
-    """Check the rows that posteriors are judged on; see `Judge`.
+    """Check the rows that posteriors are judged on; see `Judge`. Rows without y are left out.
 
     Raises:
-        DataError: There are no sets out of distribution, or a set is empty.
+        DataError: There are no sets out of distribution, a set is empty, or no row has y.
     """
     if not ood:
         raise DataError("no rows out of distribution; expected {name: rows, …}")
@@ -177,4 +184,10 @@ def judge_on(
     if empty:
         raise DataError(f"the set {empty[0]!r} has no rows; expected at least one")
     y = y.detach().cpu().numpy() if isinstance(y, torch.Tensor) else y
+    if isinstance(y, np.ndarray) and y.dtype.kind == "f":
+        seen = ~np.isnan(y.reshape(len(y), -1)).all(1)
+        if not seen.any():
+            raise DataError("y is NaN in every validation row; expected rows with y")
+        if not seen.all():
+            x, y = take(x, torch.as_tensor(np.flatnonzero(seen))), y[seen]
     return Judge(model=model, x=x, y=y, ood=sets, seed=seed, device=device)

@@ -18,6 +18,7 @@ from pbnn.evaluate.calibration import negative_log_likelihood
 from pbnn.evaluate.judging import Judge, Judged, judge_on
 from pbnn.evaluate.recalibration import ScaleCalibration, TemperatureScaling
 from pbnn.infer.posterior import Posterior
+from pbnn.infer.schedule import SCHEDULES
 from pbnn.infer.svi import fit_svi
 from pbnn.infer.swag import fit_swag
 from pbnn.model import Data, Model, take
@@ -207,12 +208,14 @@ def mend(
         validation: Rows in distribution that no fit has seen, and their observations.
         ood: Rows out of distribution by name.
         structures: Fits to try instead, by name.
-        base: Fits the given posterior again; by default known for the guides of `pbnn.fit_svi`.
+        base: Fits the given posterior again; by default known for the guides of `pbnn.fit_svi`,
+            with the options of the posterior, so that `average` alone changes.
         accuracy_cost: Accuracy that an attempt may cost; 0.005 is half a point.
         density_share: Share of the mean log density that an attempt may cost, for numbers.
         seed: Seed of the fits and of the bootstrap.
         device: Where to run.
-        **options: Further options of `pbnn.fit_svi`, such as steps.
+        **options: Further options of `pbnn.fit_svi`, such as steps; they come before those of the
+            posterior.
 
     Raises:
         DataError: There are no sets out of distribution, or a set is empty.
@@ -221,18 +224,19 @@ def mend(
     judge = judge_on(model, validation, ood, seed, device)
     plain: dict[str, Any] = {"seed": seed, "device": device}
 
-    def guided(guide: str) -> Fit:
+    def guided(guide: str, **own: Any) -> Fit:
         return lambda average: fit_svi(
-            model, *train, guide=guide, average=average, **{**options, **plain}
+            model, *train, **{**own, **options, **plain, "guide": guide, "average": average}
         )
 
     def swag(average: bool) -> Posterior:
         shared = {k: options[k] for k in ("draws", "compile", "progress") if k in options}
         return fit_swag(model, train[0], train[1], **shared, **plain)
 
-    given = posterior.provenance.get("options", {}).get("guide")
+    own = _own_options(posterior)
+    given = own.pop("guide", None)
     if base is None and posterior.method == "svi" and given in _GUIDES:
-        base = guided(given)
+        base = guided(given, **own)
     if structures is None:
         names = {"low rank": "lowrank", "Kronecker": "kronecker"}
         structures = {name: guided(guide) for name, guide in names.items() if guide != given}
@@ -246,6 +250,19 @@ def mend(
         trail.attempt("mean", f"{trail.name}, weights averaged", averaged(True))
     trail.scale()
     return Mending(attempts=tuple(trail.attempts))
+
+
+def _own_options(posterior: Posterior) -> dict[str, Any]:
+    """Return the options that a posterior was fitted with, as far as its record can give them.
+
+    A start from a `state_dict` and a schedule that is a function are recorded by name alone.
+    """
+    own = dict(posterior.provenance.get("options", {}))
+    if own.get("init") == "state_dict":
+        del own["init"]
+    if own.get("schedule") not in SCHEDULES:
+        own.pop("schedule", None)
+    return own
 
 
 class _Trail:
@@ -315,6 +332,10 @@ class _Trail:
         """Try one factor on the best so far, judged on rows that it was not fitted on."""
         best, count = self._best, len(self._best.nll)
         name = f"{self.name}, " + ("scales" if best.right is None else "temperature")
+        if best.discrete:
+            why = "y are whole numbers, which no factor can stretch"
+            self._keep("temperature", name, "no better", why, best)
+            return
         if count < 2 or (best.right is not None and best.right.all()):
             why = "no validation row is wrong, or there is one alone: nothing determines a factor"
             self._keep("temperature", name, "no better", why, best)
@@ -334,23 +355,24 @@ class _Trail:
 
     def _factor(self, rows: Any) -> float:
         found, y = self._best.prediction, np.asarray(self._judge.y)[rows]
-        if found.probabilities is not None:
+        if self._best.probabilities is not None:
             with warnings.catch_warnings():
                 # A half without errors has no temperature; how it is judged says so.
                 warnings.simplefilter("ignore", PbnnWarning)
-                return TemperatureScaling().fit(found.probabilities[rows], y).temperature_
+                return TemperatureScaling().fit(self._best.probabilities[rows], y).temperature_
         assert found.mean is not None
         assert found.scale is not None
-        mean, scale = (np.asarray(v)[rows].ravel() for v in (found.mean, found.scale))
-        return ScaleCalibration().fit(mean, scale, y.ravel()).factor_
+        seen = ~np.isnan(y)
+        mean, scale = (np.asarray(v)[rows][seen] for v in (found.mean, found.scale))
+        return ScaleCalibration().fit(mean, scale, y[seen]).factor_
 
     def _scaled_nll(self, factor: float, rows: Any) -> Array:
         """Return the negative log-likelihood of some rows, scaled by a factor."""
         found, y = self._best.prediction, np.asarray(self._judge.y)[rows]
-        if found.probabilities is not None:
+        if self._best.probabilities is not None:
             scaling = TemperatureScaling()
             scaling.temperature_ = factor
-            return negative_log_likelihood(scaling.transform(found.probabilities[rows]), y)
+            return negative_log_likelihood(scaling.transform(self._best.probabilities[rows]), y)
         # The density of m + c (y − m) at a point is that of y at the point brought back, over c.
         mean = np.asarray(found.mean)[rows]
         back = predict(
@@ -362,5 +384,5 @@ class _Trail:
             device=self._judge.device,
         ).log_predictive_density
         assert back is not None
-        outputs = mean[0].size
+        outputs = (~np.isnan(y)).reshape(len(y), -1).sum(1)
         return np.asarray(outputs * np.log(factor) - back.double().numpy())
