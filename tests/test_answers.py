@@ -221,7 +221,7 @@ def test_a_bernoulli_y_is_one_of_two_classes():
     )
     with pytest.raises(DataError, match="leave it out"):
         answer(Coin(1), posterior, x, tolerance=0.5)
-    with pytest.raises(ModelError, match="2 outputs a row"):
+    with pytest.raises(ModelError, match="one model for each output"):
         answer(Coins(), given(b=torch.zeros(2, 2)), x, tolerance=0.5)
 
 

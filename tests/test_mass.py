@@ -58,6 +58,17 @@ def test_two_classes_of_one_logit_are_classes():
     assert list(unlabelled.statistics) == ["confidence"]
 
 
+def test_numbers_of_a_tiny_unit_are_numbers():
+    """Where mean and variance lie within a rounding error of those of a rare class."""
+    x, fit = torch.randn(50, 2), posterior(1e-8 * torch.randn(40, 2))
+    mass = mass_of(Rate(lambda f: dist.Normal(f, 1e-7)), fit, x, 1e-7 * torch.randn(50))
+    assert "coverage_90" in mass.statistics
+    # And a class that is rarer than that is one.
+    rare = posterior(torch.zeros(40, 2))
+    mass = mass_of(Rate(lambda f: dist.Bernoulli(logits=f - 25.0)), rare, x, torch.zeros(50))
+    assert mass.statistics.keys() >= {"accuracy", "ece"}
+
+
 def test_intervals_of_counts_may_cover_more():
     torch.manual_seed(0)
     x, fit = torch.randn(300, 2), posterior(0.1 * torch.randn(400, 2))

@@ -10,7 +10,7 @@ from pyro import poutine
 from torch import Tensor, distributions
 
 from pbnn.checks import unwrapped
-from pbnn.errors import DataError
+from pbnn.errors import DataError, ModelError
 from pbnn.evaluate.arrays import Array
 from pbnn.evaluate.outcomes import class_probabilities, outcome_of
 from pbnn.evaluate.recalibration import TemperatureScaling
@@ -121,13 +121,18 @@ def answer(
         return Answers(answer=best, error_probability=others, probabilities=p)
     if tolerance is None or not 0 < tolerance < np.inf:
         raise DataError(f"tolerance {tolerance} where y is a number; expected a positive number")
+    assert found.mean is not None
+    if outcome == "binary":
+        raise ModelError(
+            f"y is Bernoulli of shape {tuple(found.mean.shape)}, and no row of it is one class; "
+            "fit one model for each output"
+        )
     discrete = outcome == "whole number"
     if discrete and calibration != 1:
         raise DataError(
             f"calibration {calibration} where y are whole numbers, which a factor would leave; "
             "leave it at 1 (fit an older rule again)"
         )
-    assert found.mean is not None
     near = tolerance / calibration
     chance = _exact(model, posterior, x, found.mean, near, units, device)
     if chance is None:

@@ -123,7 +123,7 @@ class Judge:
             prediction=prediction,
             nll=nll,
             probabilities=p,
-            discrete=outcome == "whole number",
+            discrete=p is None and outcome != "number",
             right=right,
             spread=own["epistemic"],
             outside=scores,

@@ -18,6 +18,7 @@ from pbnn.evaluate.calibration import (
     negative_log_likelihood,
 )
 from pbnn.evaluate.crps import crps_samples, pit_samples
+from pbnn.evaluate.outcomes import class_probabilities, outcome_of
 from pbnn.infer.posterior import Posterior
 from pbnn.model import Data, Model
 from pbnn.prediction import Prediction, predict, predictive
@@ -94,6 +95,8 @@ def mass_of(
         DataError: x or y cannot be used as they are.
         ModelError: The posterior is not one of this model.
     """
+    outcome = outcome_of(model, posterior, x, device=device)
+    units = None if outcome in ("class", "binary") else units  # classes have none
     options: dict[str, Any] = {
         "units": units,
         "seed": seed,
@@ -101,7 +104,7 @@ def mass_of(
         "progress": progress,
     }
     prediction = predict(model, posterior, x, y, quantiles=QUANTILES, **options)
-    probabilities = _class_probabilities(prediction)
+    probabilities = class_probabilities(prediction, outcome)
     if probabilities is not None:
         return _of_classes(prediction, probabilities, y, np.random.default_rng(seed))
     if y is None:
@@ -115,18 +118,6 @@ def mass_of(
     samples = next(value for name, value in found.items() if name != "f")
     seen = _double(y) if units is None else units.restore(_double(y))
     return _of_numbers(prediction, _double(samples.flatten(0, 1)), seen)
-
-
-def _class_probabilities(prediction: Prediction) -> Array | None:
-    """Return class probabilities `(n, classes)`; of a Bernoulli y, too, whose mean is one."""
-    if prediction.probabilities is not None:
-        return _double(prediction.probabilities)
-    assert prediction.mean is not None
-    assert prediction.scale is not None
-    mean, scale = _double(prediction.mean), _double(prediction.scale)
-    # E[y²] = E[y] where y is 0 or 1, and for no other y in the whole numbers.
-    binary = mean.ndim == 1 and np.allclose(scale**2 + mean**2, mean, rtol=1e-4, atol=1e-6)
-    return np.stack([1 - mean, mean], 1).clip(0, 1) if binary else None
 
 
 def _double(value: Tensor) -> Array:

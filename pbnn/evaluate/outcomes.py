@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.distributions import Bernoulli
 
 from pbnn.checks import support_of, unwrapped
-from pbnn.errors import ModelError
 from pbnn.evaluate.arrays import Array
 from pbnn.infer.posterior import Posterior
 from pbnn.model import Data, Model, isolated
@@ -63,24 +62,16 @@ def outcome_of(
 def class_probabilities(prediction: Prediction, outcome: Outcome) -> Array | None:
     """Return class probabilities `(n, classes)` in float64; None where y is no class.
 
-    The mean of a Bernoulli y is the probability of class 1.
+    The mean of a Bernoulli y is the probability of class 1; several outputs a row are no class.
 
     Args:
         prediction: What a posterior predicts, in the units of the model.
         outcome: What y is.
-
-    Raises:
-        ModelError: A row has several Bernoulli outputs, which are no class.
     """
     if prediction.probabilities is not None:
         return np.asarray(prediction.probabilities.double())
-    if outcome != "binary":
-        return None
     assert prediction.mean is not None
+    if outcome != "binary" or prediction.mean.ndim > 1:
+        return None
     mean = np.asarray(prediction.mean.double())
-    if mean.ndim > 1:
-        raise ModelError(
-            f"y is Bernoulli with {mean[0].size} outputs a row, which are no class; fit one model "
-            "for each output"
-        )
     return np.stack([1 - mean, mean], 1).clip(0, 1)
