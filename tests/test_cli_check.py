@@ -97,6 +97,22 @@ def test_status_3_where_a_requirement_fails(fitted, checked, tmp_path, capsys):
     assert "| FAIL |" in text
 
 
+def test_one_draw_and_one_row_have_a_report_that_does_not_pass(table, tmp_path, capsys):
+    out, one = tmp_path / "run", tmp_path / "one.csv"
+    more = ["--target", "kind", "--drop", "y", "--method", "map", "--steps", "20", "--out", out]
+    assert run("fit", MODELS / "classification.py", "--dataset", table, *more, *FIT) == 0
+    pd.DataFrame({"a": [0.0], "b": [30.0]}).to_csv(one, index=False)
+    capsys.readouterr()
+    assert run("check", out, "--ood", one, "--ood", "noise:5") == 3
+    printed = capsys.readouterr()
+    assert "one draw has no epistemic spread" in printed.out
+    assert "of too few rows (1)" in printed.out
+    assert "fewer than 10 rows: 'one' (1)" in printed.err
+    page = (out / "check_map.html").read_text()
+    assert "no spread" in page
+    assert page.count("<figure>") == 2, "none of a spread that is 0"
+
+
 def test_numbers_need_a_tolerance_for_decisions(table, tmp_path, capsys):
     out = tmp_path / "run"
     more = ["--target", "y", "--drop", "kind", "--hold-out-gap", "b:0.8:1", "--steps", "20"]

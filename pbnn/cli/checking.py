@@ -218,8 +218,11 @@ def _sections(head: list[str], found: "Check") -> "list[Section]":
         ood = found.ood
         scores = {name: of_set["epistemic"] for name, of_set in ood.scores.items()}
         lines = [f"{k}: {v.name} ({v.reason}); {v.next_step}" for k, v in ood.verdicts.items()]
-        picture = (plot_scores(scores), "Epistemic spread of the test rows (id) and of each set.")
-        out.append(Section("Out of distribution", lines, [ood.table], [picture]))
+        pictures = []
+        if any((spread > 0).any() for spread in scores.values()):  # one draw has none to show
+            caption = "Epistemic spread of the test rows (id) and of each set."
+            pictures.append((plot_scores(scores), caption))
+        out.append(Section("Out of distribution", lines, [ood.table], pictures))
     if found.decisions is not None:
         decisions = found.decisions
         pictures = [
