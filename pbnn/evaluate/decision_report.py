@@ -252,7 +252,7 @@ def _gate(
         saved = found[f"saved: {end}"]
         lines.append(
             Requirement(
-                f"least cost of a row, below '{end}' by",
+                f"cost of a row that the best threshold saves against '{end}'",
                 str(saved),
                 "lower end above 0",
                 bool(saved.low > 0),
