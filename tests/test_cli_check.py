@@ -174,3 +174,16 @@ def test_a_gap_that_cannot_be_read_is_named(gap, table, tmp_path, capsys):
     more = ["--target", "y", "--drop", "kind", "--hold-out-gap", gap, "--out", tmp_path / "run"]
     assert run("fit", MODELS / "regression.py", "--dataset", table, *more, *FIT) == 2
     assert gap.partition(":")[0] in capsys.readouterr().err
+
+
+def test_chains_that_have_not_converged_are_told(table, tmp_path, capsys):
+    out = tmp_path / "nuts"
+    status = run(
+        "fit", MODELS / "classification.py", "--dataset", table, "--target", "kind", "--drop", "y",
+        *FIT, "--method", "nuts", "--chains", "2", "--warmup", "5", "--draws", "8", "--out", out,
+    )  # fmt: skip
+    assert status == 0
+    assert "nuts not converged" in capsys.readouterr().out
+    run("check", out, "--ood", "far=noise:5")
+    printed = capsys.readouterr().out
+    assert printed.index("chains not converged") < printed.index("far")

@@ -287,3 +287,16 @@ def test_provenance_is_plain_json(toy):
     assert found["rows"] == 30
     assert found["dtype"] == "float32"
     assert found["model"]["options"]["widths"] == [3, 4]
+
+
+def test_few_draws_come_again():
+    posterior = Posterior(
+        draws={"w": torch.arange(6.0).reshape(2, 3)},
+        stats={"lp": torch.zeros(2, 3)},
+        method="nuts",
+        markov=True,
+        seconds=0.0,
+    )
+    again = posterior.repeated(7)
+    assert again.draws["w"].tolist() == [[0, 1, 2, 0, 1, 2], [3, 4, 5, 3, 4, 5]]
+    assert posterior.repeated(6) is posterior

@@ -27,6 +27,7 @@ def run_check(arguments: argparse.Namespace) -> int:
     """Check a posterior of a run; return 0, or 3 where a requirement does not hold."""
     from pbnn.cli.tables import read_again
     from pbnn.evaluate.acceptance import check_posterior
+    from pbnn.evaluate.convergence import check_convergence
     from pbnn.plots import write_report
 
     folder, name = _folder_and_posterior(Path(arguments.run), arguments.posterior)
@@ -58,6 +59,11 @@ def run_check(arguments: argparse.Namespace) -> int:
             seed=arguments.seed,
             device=arguments.device,
         )
+    if posterior.markov:
+        convergence = check_convergence(
+            run.model, posterior, data.x_test[test], device=arguments.device
+        )
+        notes.insert(0, f"chains {convergence}")
     head = [
         f"posterior {name} of {folder}: {len(data.x_train)} training rows; of the "
         f"{len(data.x_test)} held-out rows {len(validation)} calibrate and {len(test)} judge",

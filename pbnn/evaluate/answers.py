@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["Answers", "answer"]
 
 _BLOCK_ROWS = 512
+# Samples of y behind an error probability, at least.
+_SAMPLES = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +199,8 @@ def _sampled(
     seed: int,
     device: str | torch.device | None,
 ) -> Array:
-    """Return the share of one sample of y for each draw that is further than `near`."""
+    """Return the share of samples of y, one or more for each draw, further than `near`."""
+    posterior = posterior.repeated(_SAMPLES)
     name = Runner(model, posterior, x, device).single_observed()
     parts = [np.zeros(0)]
     for block, start in enumerate(range(0, len(centre), _BLOCK_ROWS)):

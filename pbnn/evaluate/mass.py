@@ -109,11 +109,8 @@ def mass_of(
         return _of_classes(prediction, probabilities, y, np.random.default_rng(seed))
     if y is None:
         return _of_numbers(prediction, None, None)
-    total = posterior.draws_per_chain * posterior.chains
-    step = -(-total // SAMPLED_DRAWS)
-    # Few draws, such as the members of an ensemble, come again and again, each time with other y.
-    again = [*range(0, posterior.draws_per_chain, step)] * max(1, SAMPLED_DRAWS // total)
-    some = posterior.select(draws=torch.tensor(again))
+    step = -(-posterior.draws_per_chain * posterior.chains // SAMPLED_DRAWS)
+    some = posterior.select(draws=slice(None, None, step)).repeated(SAMPLED_DRAWS)
     found = predictive(model, some, x, **options)
     samples = next(value for name, value in found.items() if name != "f")
     seen = _double(y) if units is None else units.restore(_double(y))

@@ -142,6 +142,15 @@ class Posterior:
         before = dataclasses.replace(self, draws=draws, deterministic=deterministic, stats=stats)
         return dataclasses.replace(self, warmup=before)
 
+    def repeated(self, least: int) -> "Posterior":
+        """Return the same draws again and again, `least` of them or more over all chains.
+
+        So that as many samples of y can be had of few draws: their mixture stays what it is.
+        """
+        times = -(-least // (self.chains * self.draws_per_chain))
+        every = torch.arange(self.draws_per_chain)
+        return self if times <= 1 else self.select(draws=every.repeat(times))
+
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the posterior to one file that `load` reads without executing anything.
 
