@@ -91,7 +91,7 @@ def predict(
     runner = Runner(model, posterior, x, device, y, scored=True)
     # Few draws, such as the members of an ensemble, give several y each: quantiles are those of the
     # mixture, whatever the number of its parts.
-    repeats = -(-SAMPLES // runner.draws) if quantiles else 0
+    repeats = -(-SAMPLES // runner.draws) if quantiles and not runner.classes else 0
     runner.outputs *= max(1, repeats)
     read = _moments(runner, samples=repeats)
     monte_carlo = MonteCarlo(posterior.chains, posterior.draws_per_chain, markov=posterior.markov)
