@@ -57,13 +57,7 @@ def _add_compare(commands: "Commands") -> None:
         metavar="ROAD",
         help=f"guides and methods; default: {' '.join(COMPARED_ROADS)}",
     )
-    parser.add_argument(
-        "--option",
-        action="append",
-        default=[],
-        metavar="ROAD.NAME=VALUE",
-        help="option of one road's fit, such as swag.rank=5; may be repeated",
-    )
+    _add_option(parser, "ROAD.NAME=VALUE", "option of one road's fit, such as swag.rank=5")
     _add_svi(parser)
     _add_nuts(parser)
     parser.add_argument(
@@ -84,13 +78,7 @@ def _add_fit(commands: "Commands") -> None:
     parser.add_argument("--method", choices=METHODS, default="svi", help="default: svi")
     parser.add_argument("--guide", choices=GUIDES, help="guide of SVI; default: normal")
     parser.add_argument("--rank", type=int, help="rank of the low-rank guide, or of SWAG")
-    parser.add_argument(
-        "--option",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="any other option of the method's fit, as Python has it; may be repeated",
-    )
+    _add_option(parser, "NAME=VALUE", "any other option of the method's fit, as Python has it")
     _add_svi(parser)
     _add_nuts(parser)
     parser.set_defaults(command=run_fit)
@@ -240,6 +228,12 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--test-fraction", type=float, default=0.2, help="default: 0.2")
     parser.add_argument("--seed", type=int, default=0, help="of the split and the fits")
     parser.add_argument("--device", help="such as cuda; default: cpu")
+
+
+def _add_option(parser: argparse.ArgumentParser, metavar: str, text: str) -> None:
+    parser.add_argument(
+        "--option", action="append", default=[], metavar=metavar, help=f"{text}; may be repeated"
+    )
 
 
 def _add_svi(parser: argparse.ArgumentParser) -> None:
