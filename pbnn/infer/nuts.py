@@ -23,7 +23,7 @@ from pbnn.infer.sampler import SamplerResult, sample
 from pbnn.infer.starts import find_starts
 from pbnn.model import BoundModel, Data, Model, isolated
 
-__all__ = ["fit_nuts", "verdict"]
+__all__ = ["fit_nuts", "init_word", "named_draws", "split_rhat", "verdict"]
 
 Values = Mapping[str, Tensor]
 
@@ -134,11 +134,11 @@ def fit_nuts(
         )
         if result.interrupted:
             _tell_interrupted(result, draws)
-        sites, deterministic = _named(density, result.draws)
-        before = _named(density, result.warmup_draws) if keep_warmup and warmup else None
+        sites, deterministic = named_draws(density, result.draws)
+        before = named_draws(density, result.warmup_draws) if keep_warmup and warmup else None
     for message in verdict(result.stats, options):
         warnings.warn(message, ConvergenceWarning, stacklevel=2)
-    settings = {**options.plain(), "chains": chains, "init": _word(init), "compile": compile}
+    settings = {**options.plain(), "chains": chains, "init": init_word(init), "compile": compile}
     del settings["seed"]
     posterior = Posterior(
         draws=sites,
@@ -188,7 +188,7 @@ def _stepper(density: Density, chains: int, *, must: bool) -> Callable[[Engine],
     return make
 
 
-def _named(density: Density, draws: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def named_draws(density: Density, draws: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return latent and deterministic sites of unconstrained draws, on the CPU, block by block."""
     blocks = [block.to(density.device) for block in draws.split(_BLOCK, 1)]
     found = []
@@ -232,7 +232,7 @@ def verdict(stats: Mapping[str, Tensor], options: Options) -> list[str]:
             f"mean acceptance {accept:.2f} is below target_accept={options.target_accept}: the "
             f"step size is not adapted; give a longer warmup (now {options.warmup})"
         )
-    rhat, ess = _split_rhat(stats["lp"]), _effective_size(stats["lp"])
+    rhat, ess = split_rhat(stats["lp"]), _effective_size(stats["lp"])
     now = f"(now {options.warmup} and {options.draws})"
     if not rhat <= 1.05:  # it is NaN where nothing moves
         messages.append(
@@ -248,7 +248,7 @@ def verdict(stats: Mapping[str, Tensor], options: Options) -> list[str]:
     return messages
 
 
-def _split_rhat(lp: Tensor) -> float:
+def split_rhat(lp: Tensor) -> float:
     """Split R-hat of (chain, draw) (Gelman et al. 2013, eq. 11.4); infinite for too few draws."""
     half = lp.shape[1] // 2
     if half < 2:
@@ -306,7 +306,8 @@ def _identity(density: Density, chains: int, init: Any, compiled: bool) -> dict[
     }
 
 
-def _word(init: Any) -> str:
+def init_word(init: Any) -> str:
+    """Return what chains start from, in a word for the provenance."""
     return init if isinstance(init, str) else "values"
 
 

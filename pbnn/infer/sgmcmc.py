@@ -17,7 +17,7 @@ from pbnn.front_door import bind
 from pbnn.infer.density import Density
 from pbnn.infer.graph import agree, compile_graph, disk_cache
 from pbnn.infer.log_joint import LogJoint
-from pbnn.infer.nuts import _named, _split_rhat, _word
+from pbnn.infer.nuts import init_word, named_draws, split_rhat
 from pbnn.infer.options import whole_number
 from pbnn.infer.points import Points, Space
 from pbnn.infer.posterior import Posterior, provenance
@@ -141,7 +141,7 @@ def fit_sgmcmc(
         joint = LogJoint(Space(bound), start, batch_size=batch_size, seed=seed)
         run = _Chains(joint, start.values, sizes, alpha, seed, compile=compile)
         run.run(progress=progress)
-        sites, deterministic = _named(density, run.draws)
+        sites, deterministic = named_draws(density, run.draws)
         lp = _log_joint(density, run.draws)
     for message in run.messages(lp):
         warnings.warn(message, ConvergenceWarning, stacklevel=2)
@@ -151,7 +151,7 @@ def fit_sgmcmc(
         **vars(sizes),
         "batch_size": batch_size,
         "chains": chains,
-        "init": _word(init),
+        "init": init_word(init),
     }
     return Posterior(
         draws=sites,
@@ -268,7 +268,7 @@ class _Chains:
         found, asked = [], len(self._kept)
         if self._interrupted:
             found.append(f"interrupted: {lp.shape[1]} of {asked} draws a chain are kept")
-        rhat = _split_rhat(lp)
+        rhat = split_rhat(lp)
         if not rhat <= 1.05:  # it is NaN where nothing moves
             found.append(
                 f"R-hat of the log density is {rhat:.2f} (expected below 1.05): chains have not "
